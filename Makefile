@@ -1,0 +1,44 @@
+# `make demo` and `make test` do all the set-up themselves, once, into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# small matrices: one thread a process beats several that wait for each other
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint verify versions kernels clean
+
+demo: $(READY)
+	$(BIN)/python scripts/benchmarks/gemma4_flex_inference.py --model_name tiny --capture_cudagraph --n_prompts 16 \
+	    --n_rounds 3 --max_new_tokens 48 --max_batch_size 8 --max_seq_length 512 --stats_path $(VENV)/demo.json
+
+test: $(READY) lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+verify: $(READY)
+	$(BIN)/python scripts/verify_numerics.py --model_name tiny
+	$(BIN)/python scripts/verify_numerics.py --model_name tiny --dtype bfloat16
+
+# other versions of transformers, in throwaway environments
+versions:
+	PYTHON=$(PYTHON) bash scripts/test_versions.sh
+
+# GPU kernels seen without a GPU: triton beside the CPU torch, in an environment of its own
+kernels: .venvs/kernels/.ready
+	.venvs/kernels/bin/python scripts/kernel_report.py
+
+$(READY): requirements.txt requirements-dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-dev.txt
+	touch $@
+
+.venvs/kernels/.ready: requirements-kernels.txt
+	test -x .venvs/kernels/bin/python || $(PYTHON) -m venv .venvs/kernels
+	.venvs/kernels/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venvs

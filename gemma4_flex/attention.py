@@ -1,0 +1,150 @@
+"""Attention over paged K/V: compiled flex_attention, and SDPA over gathered pages.
+
+Scores are q k^T, unscaled: Gemma-4 normalises q and k and uses a scale of exactly 1. Both back ends keep scores and
+softmax in fp32. `paged_flex` and `paged_sdpa` take the same arguments and give the same values; flex reads the pages in
+place, SDPA copies the pages in view first.
+
+R: rows, Q: row width, H: heads, K: kv heads, D: head_dim, C: pages in view, P: page size, N: pool rows.
+"""
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from gemma4_flex.kv_cache import KVGroup
+from gemma4_flex.masks import PageMask, Rows, columns_in_view, page_mask, page_span, visible
+
+SCALE = 1.0
+RECOMPILE_LIMIT = 512     # one kernel a static shape: buckets x layer types, far below this
+
+
+def row_width(device_type: str) -> int:
+    """Queries a prefill row holds. GPU tiles want 64 to 128; on a CPU short rows waste less on short prompts."""
+    return 128 if device_type == "cuda" else 32
+
+
+def flex_obstacle(device_type: str) -> str | None:
+    """Why compiled flex_attention cannot run on this machine, or None. Uncompiled it would score the whole pool."""
+    if device_type == "cuda":
+        return None
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        get_cpp_compiler()
+    except Exception as error:
+        return (f"no C++ compiler ({type(error).__name__}): attention runs on uncompiled sdpa; "
+                "install g++ (Debian: apt-get install g++) for more speed")
+    return None
+
+
+def _flex(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor, whole: Tensor,
+          table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int, window: int | None, q_block: int,
+          options: dict | None) -> Tensor:
+    block_mask = BlockMask.from_kv_blocks(
+        num_partial, partial, num_whole, whole, BLOCK_SIZE=(q_block, page_size),
+        mask_mod=visible(table, logical, slots, first, page_size, window),
+        seq_lengths=(q.shape[2], keys.shape[2]), compute_q_blocks=False)
+    return flex_attention(q, keys, values, block_mask=block_mask, enable_gqa=True, scale=SCALE, kernel_options=options)
+
+
+@functools.cache
+def _compiled_flex():
+    return torch.compile(_flex, dynamic=False, fullgraph=True)
+
+
+@torch.library.custom_op("gemma4_flex::paged_flex", mutates_args=())
+def _flex_op(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor, whole: Tensor,
+             table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int, window: int, q_block: int,
+             options: str) -> Tensor:
+    # an operator of its own, so that a traced step calls the compiled kernel and not its thousand-fold slower plain form
+    with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT):
+        return _compiled_flex()(q, keys, values, num_partial, partial, num_whole, whole, table, logical, slots, first,
+                                page_size, window or None, q_block, json.loads(options)).contiguous()
+
+
+@_flex_op.register_fake
+def _(q, *args):
+    return q.new_empty(q.shape)
+
+
+def paged_flex(q: Tensor, group: KVGroup, owner: int, rows: Rows, mask: PageMask, options: dict | None = None) -> Tensor:
+    """Attention [R, H, Q, D] of queries `q` over the pages of `owner`, by compiled flex_attention reading them in place."""
+    return _flex_op(q, group.keys[owner], group.values[owner], mask.num_partial, mask.partial, mask.num_whole, mask.whole,
+                    group.table, group.logical, rows.slots, rows.first, group.page_size, group.window or 0,
+                    rows.width if rows.width > 1 else 128, json.dumps(options))
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """What SDPA needs of a group for some rows: pool rows of the keys in view [R, N'] and which queries see them
+    [R, 1, Q, N'] (bool)."""
+    pool_rows: Tensor
+    seen: Tensor
+
+
+def gather_plan(group: KVGroup, rows: Rows) -> GatherPlan:
+    """Every position a row can see, in logical order; the sequence's own pages only."""
+    span = page_span(rows, group.page_size, group.window)
+    columns = columns_in_view(rows.width, group.page_size, group.window, group.columns)
+    if rows.reach is not None:
+        columns = min(columns, -(-rows.reach // group.page_size))
+    device = rows.slots.device
+    logical = span.first[:, None] + torch.arange(columns, device=device)
+    page = group.table[rows.slots[:, None], logical.clamp(max=group.columns - 1)].long()
+    inside = torch.arange(group.page_size, device=device)
+    pool_rows = (page[:, :, None] * group.page_size + inside).flatten(1)
+    key_position = (logical[:, :, None] * group.page_size + inside).flatten(1)
+    return GatherPlan(pool_rows, see(rows, key_position, group.window))
+
+
+def see(rows: Rows, key_position: Tensor, window: int | None) -> Tensor:
+    """Bool [R, 1, Q, N']: which queries of each row see keys at `key_position` [R, N'] of their own sequence."""
+    query = rows.first[:, None] + torch.arange(rows.width, device=rows.first.device)
+    distance = query[:, :, None] - key_position[:, None, :]
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return seen[:, None]
+
+
+def grouped_sdpa(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """SDPA [R, H, Q, D] with heads of one kv head folded into the query axis: K/V [R, K, N', D] are never repeated."""
+    R, H, Q, D = q.shape
+    kv_heads = keys.shape[1]
+    folded = q.reshape(R, kv_heads, (H // kv_heads) * Q, D)
+    seen = seen.repeat(1, 1, H // kv_heads, 1) if Q > 1 else seen
+    return F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen, scale=SCALE).reshape(R, H, Q, D)
+
+
+def paged_sdpa(q: Tensor, group: KVGroup, owner: int, plan: GatherPlan) -> Tensor:
+    """Attention [R, H, Q, D] of queries `q` over the pages of `owner`, gathered to a dense [R, K, N', D] first."""
+    keys = group.keys[owner][0][:, plan.pool_rows].transpose(0, 1)
+    values = group.values[owner][0][:, plan.pool_rows].transpose(0, 1)
+    return grouped_sdpa(q, keys, values, plan.seen)
+
+
+class PagedBackend:
+    """How one attention type's layers attend over their group: `flex` or `sdpa`, with kernel options by phase."""
+
+    def __init__(self, name: str, group: KVGroup, options: dict[str, dict | None]):
+        self.name = name
+        self.group = group
+        self.options = options
+
+    def plan(self, rows: Rows) -> PageMask | GatherPlan:
+        """What all layers of the type share in a step."""
+        if self.name == "sdpa":
+            return gather_plan(self.group, rows)
+        on_cpu = rows.slots.device.type == "cpu"
+        return page_mask(self.group, rows, pad_to=self.group.num_pages if on_cpu else 0)
+
+    def attend(self, q: Tensor, owner: int, rows: Rows, plan: PageMask | GatherPlan) -> Tensor:
+        """[T, H, D] -> [T, H, D] for the step's rows."""
+        split = rows.split(q)
+        if self.name == "sdpa":
+            return rows.join(paged_sdpa(split, self.group, owner, plan))
+        phase = "decode" if rows.width == 1 else "prefill"
+        return rows.join(paged_flex(split, self.group, owner, rows, plan, self.options[phase]))

@@ -1,0 +1,338 @@
+"""FlexEngine: the loop that ties scheduler, runner and text together."""
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from gemma4_flex.geometry import ModelGeometry
+from gemma4_flex.page_table import PageTable, sliding_pool_pages
+from gemma4_flex.params import EngineConfig, SamplingParams
+from gemma4_flex.runner import MAX_BANNED_IDS, Runner
+from gemma4_flex.sampling import NON_FINITE
+from gemma4_flex.scheduler import Scheduler
+from gemma4_flex.sequence import Sequence
+from gemma4_flex.text import Detokenizer, PromptError, encode_prompt
+
+Prompt = str | Seq[dict] | Seq[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one prompt. `token_ids` hold the stop token where one ended it; `text` does not."""
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str           # stop, length, abort, or non_finite (the model gave NaN or infinity)
+    num_preemptions: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One token of one request, as it comes; `finish_reason` with its last."""
+    request_id: int
+    token_id: int
+    text: str
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Teacher-forced states of n = len(forced_ids) + 1 positions, from the last prompt token on."""
+    hidden: Tensor               # [L + 1, n, hidden]: the prelude's stream, then after each layer
+    logits: Tensor               # [n, V], after the softcap, as float
+
+
+@dataclass
+class EngineStats:
+    """Counts and seconds since the engine was made or `reset_stats`; compile and capture stand apart from the steps."""
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    steps_replayed: int = 0
+    steps_eager: int = 0
+    num_preemptions: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    compile_s: float = 0.0
+    capture_s: float = 0.0
+
+
+@dataclass
+class _Request:
+    sequence: Sequence
+    detokenizer: Detokenizer
+    submitted: float
+
+
+class FlexEngine:
+    """Generates with a Gemma-4 E-series text model over paged K/V.
+
+    `model` is a Hugging Face causal LM with its text model at `model.model`; it is read, never changed, and an in-place
+    change of its weights is seen by the next step. `tokenizer` may be None where prompts are token ids.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer, config: EngineConfig | None = None):
+        config = config or EngineConfig()
+        weight = model.lm_head.weight
+        dtype = str(weight.dtype).removeprefix("torch.")
+        if config.device not in ("auto", weight.device.type):
+            raise ValueError(f"the model is on {weight.device} but EngineConfig(device={config.device!r}): move one of them.")
+        if config.dtype not in ("auto", dtype):
+            raise ValueError(f"the model is in {dtype} but EngineConfig(dtype={config.dtype!r}): load it in that dtype.")
+        self.config = replace(config, device=weight.device.type, dtype=dtype).resolved(weight.device.type)
+        self.model, self.tokenizer = model, tokenizer
+        self.geometry = ModelGeometry.from_config(model.config)
+        self.geometry.assert_matches(model.model)
+        if self.config.fa4_prefill:
+            widest = max(layer.head_dim for layer in self.geometry.layers)
+            raise ValueError(f"fa4_prefill: FlashAttention 4 stops at head_dim 128 and this model has {widest}: "
+                             "leave it out or use --no-fa4_prefill.")
+        self.stop_ids = frozenset(i for i in model_stop_ids(model, tokenizer) if i < self.geometry.vocab_size)
+        tables = {kind: self._page_table(kind) for kind in self.geometry.attention_types}
+        self.scheduler = Scheduler(tables, max_batch_size=self.config.max_batch_size,
+                                   max_seq_length=self.config.max_seq_length, max_prefill_tokens=self.config.max_prefill_tokens)
+        with torch.no_grad():
+            self.runner = Runner(model, self.geometry, self.config, tables)
+            self.runner.warm_up()
+        if self.config.capture_cudagraph:
+            self.runner.capture()
+        self._requests: dict[int, _Request] = {}
+        self._next_id = 0
+        self.reset_stats()
+
+    @classmethod
+    def from_pretrained(cls, name: str, config: EngineConfig | None = None) -> FlexEngine:
+        """An engine on a named checkpoint: `tiny`, `synthetic:E2B`, a Hugging Face directory or hub id."""
+        from gemma4_flex.checkpoints import load_text_model
+        config = config or EngineConfig()
+        device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        config = replace(config, device=device).resolved(torch.device(device).type)
+        loaded = load_text_model(name, dtype=getattr(torch, config.dtype), device=device, seed=config.seed)
+        return cls(loaded.model, loaded.tokenizer, config)
+
+    def _page_table(self, kind: str) -> PageTable:
+        config, window = self.config, self.geometry.layers[self.geometry.owners(kind)[0]].window
+        n_pages = config.n_pages if window is None else sliding_pool_pages(
+            window=window, page_size=config.page_size, max_batch_size=config.max_batch_size,
+            max_prefill_tokens=config.max_prefill_tokens, max_seq_length=config.max_seq_length)
+        return PageTable(kind, n_pages=n_pages, page_size=config.page_size, window=window,
+                         num_slots=config.max_batch_size + 1, max_seq_length=config.max_seq_length)
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
+        """Queue a prompt; the request's id. Raises ValueError, and queues nothing, for one that cannot be run."""
+        params = params or SamplingParams()
+        ids = encode_prompt(prompt, self.tokenizer, self.geometry.vocab_size, self.geometry.placeholder_ids)
+        if params.stop and self.tokenizer is None:
+            raise PromptError("stop strings need a tokenizer: use stop_token_ids.")
+        if outside := [i for i in params.stop_token_ids if i >= self.geometry.vocab_size]:
+            raise PromptError(f"stop_token_ids has {outside[0]}, which is outside the vocabulary of "
+                              f"{self.geometry.vocab_size:,} ids.")
+        sequence = Sequence(self._next_id, ids, params, stop_ids=self.stop_ids, max_seq_length=self.config.max_seq_length)
+        if params.min_new_tokens and len(sequence.active_stop_ids) > MAX_BANNED_IDS:
+            raise PromptError(f"min_new_tokens can hold back at most {MAX_BANNED_IDS} stop ids and this request has "
+                              f"{len(sequence.active_stop_ids)}.")
+        self.scheduler.add(sequence)
+        self._requests[self._next_id] = _Request(sequence, Detokenizer(self.tokenizer, params.stop), time.perf_counter())
+        self._next_id += 1
+        return sequence.request_id
+
+    def abort(self, request_id: int) -> None:
+        """End a request and free its pages; its completion holds what it had."""
+        self.scheduler.abort(request_id)
+
+    def completion(self, request_id: int) -> Completion:
+        """A finished request's completion; the engine forgets the request."""
+        request = self._requests.pop(request_id)
+        sequence = request.sequence
+        return Completion(list(sequence.prompt_ids), list(sequence.output_ids), request.detokenizer.text,
+                          sequence.finish_reason, sequence.num_preemptions)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @torch.no_grad()
+    def step(self) -> list[TokenEvent]:
+        """Run one plan: its prefill spans, then one decode step. The tokens it gave."""
+        plan = self.scheduler.plan()
+        tokens: dict[int, int] = {}
+        if plan.prefill:
+            start = time.perf_counter()
+            tokens |= self.runner.prefill(plan.prefill)[0]
+            self.stats.prefill_s += time.perf_counter() - start
+            self.stats.prefill_tokens += sum(span.count for span in plan.prefill)
+        if plan.decode:
+            start = time.perf_counter()
+            tokens |= self.runner.decode(plan.decode)[0]
+            self.stats.decode_s += time.perf_counter() - start
+            self.stats.decode_tokens += len(plan.decode)
+        self._end_non_finite(tokens)
+        self.scheduler.complete(plan, tokens)
+        return [self._event(request_id, token) for request_id, token in tokens.items()]
+
+    def _end_non_finite(self, tokens: dict[int, int]) -> None:
+        """Take requests whose logits or K/V broke out of the batch, and zero their pages before anyone else gets them."""
+        for request_id in [r for r, token in tokens.items() if token == NON_FINITE]:
+            del tokens[request_id]
+            self.runner.scrub(self._requests[request_id].sequence)
+            self.scheduler.finish(request_id, "non_finite")
+
+    def _event(self, request_id: int, token: int) -> TokenEvent:
+        request = self._requests[request_id]
+        sequence, detokenizer = request.sequence, request.detokenizer
+        if len(sequence.output_ids) == 1:
+            self.stats.ttft_ms.append(1e3 * (time.perf_counter() - request.submitted))
+        stopped_by_id = sequence.finish_reason == "stop"
+        if detokenizer.update(sequence.output_ids[:-1] if stopped_by_id else sequence.output_ids):
+            self.scheduler.finish(request_id, "stop")
+            sequence.finish_reason = "stop"      # also where the last token allowed completes the stop string
+        return TokenEvent(request_id, token, detokenizer.take(sequence.is_finished), sequence.finish_reason)
+
+    # ---- whole jobs ---------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None) -> list[Completion]:
+        """Completions in the order of `prompts`: strings, chats (lists of messages) or lists of token ids.
+
+        `params` is one for all or one a prompt. Raises ValueError before anything runs when a prompt cannot be run.
+        """
+        ids = self._submit_all(prompts, params)
+        try:
+            while any(not self._requests[i].sequence.is_finished for i in ids):
+                self.step()
+            return [self.completion(i) for i in ids]
+        finally:
+            self._drop(ids)
+
+    def stream(self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None,
+               ) -> Iterator[tuple[int, int, str]]:
+        """(prompt index, token id, text) as tokens come; closing the iterator ends the requests that are left."""
+        ids = self._submit_all(prompts, params)
+        index = {request_id: n for n, request_id in enumerate(ids)}
+        try:
+            while any(not self._requests[i].sequence.is_finished for i in ids):
+                for event in self.step():
+                    if event.request_id in index:
+                        yield index[event.request_id], event.token_id, event.text
+        finally:
+            self._drop(ids)
+
+    def _drop(self, ids: list[int]) -> None:
+        """End and forget what is left of these requests: a job that failed or was closed leaves nothing running."""
+        for request_id in ids:
+            self.abort(request_id)
+            self._requests.pop(request_id, None)
+
+    def _submit_all(self, prompts: Seq[Prompt], params) -> list[int]:
+        if isinstance(prompts, str):
+            raise PromptError("generate takes a list of prompts: put the string in a list.")
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise PromptError(f"{len(prompts)} prompts and {len(each)} SamplingParams: give one for all, or one a prompt.")
+        self._check_weights()
+        ids: list[int] = []
+        try:
+            for n, (prompt, one) in enumerate(zip(prompts, each)):
+                try:
+                    ids.append(self.submit(prompt, one))
+                except ValueError as error:
+                    raise PromptError(f"prompt {n}: {error}") from error
+        except PromptError:
+            self._drop(ids)
+            raise
+        return ids
+
+    def _check_weights(self) -> None:
+        """A weight that was rebound, not written in place, would leave the engine on the old one: an error, by name."""
+        mine = self.runner.weights
+        for name, tensor in (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()):
+            if name in mine and tensor.data_ptr() != mine[name].data_ptr():
+                raise RuntimeError(f"{name} of the model was rebound to new storage after the engine was made: "
+                                   "write weights in place (tensor.copy_), or make a new engine.")
+        for size, graph in self.runner.graphs.items():
+            if moved := graph.moved():
+                raise RuntimeError(f"{moved[0]} moved after the step of batch {size} was captured: write weights in place "
+                                   "(tensor.copy_), or make a new engine.")
+
+    @torch.no_grad()
+    def trace(self, prompt_ids: Seq[int], forced_ids: Seq[int]) -> Trace:
+        """Run a prompt and then `forced_ids` one paged decode step each, whatever the model would draw, and keep every
+        layer's stream. With captured steps the logits are those of the replay."""
+        if self.has_work:
+            raise RuntimeError("trace needs an idle engine: let its requests finish first.")
+        if len(prompt_ids) + len(forced_ids) >= self.config.max_seq_length:
+            raise PromptError(f"{len(prompt_ids)} prompt and {len(forced_ids)} forced ids do not fit "
+                              f"max_seq_length={self.config.max_seq_length}: raise it.")
+        self._check_weights()
+        params = SamplingParams(max_new_tokens=len(forced_ids) + 1, ignore_eos=True)
+        request_id = self.submit(list(prompt_ids), params)
+        sequence = self._requests.pop(request_id).sequence
+        streams, logits = [], []
+        for n in range(len(forced_ids) + 1):
+            while len(sequence.output_ids) == n:
+                plan, record = self.scheduler.plan(), []
+                wants = bool(plan.decode) or any(span.wants_logits for span in plan.prefill)
+                run, work = (self.runner.decode, plan.decode) if plan.decode else (self.runner.prefill, plan.prefill)
+                _, rows = run(work, record)
+                if wants:
+                    streams.append(torch.stack([stream[:1] for stream in record]))
+                    logits.append(rows[:1].float().clone())
+                token = forced_ids[n] if n < len(forced_ids) else 0
+                self.scheduler.complete(plan, {request_id: token} if wants else {})
+        return Trace(torch.cat(streams, dim=1), torch.cat(logits))
+
+    # ---- what it is made of -------------------------------------------------------------------------------------
+
+    @property
+    def notices(self) -> list[str]:
+        """What runs otherwise than asked, and why."""
+        return self.runner.notices
+
+    @property
+    def attention_backends(self) -> dict[str, str]:
+        """The attention back end in use, by layer type."""
+        return {kind: backend.name for kind, backend in self.runner.backends.items()}
+
+    @property
+    def stats(self) -> EngineStats:
+        runner = self.runner
+        self._stats.steps_replayed, self._stats.steps_eager = runner.steps_replayed, runner.steps_eager
+        self._stats.num_preemptions = self.scheduler.num_preemptions - self._preemptions_before
+        self._stats.compile_s, self._stats.capture_s = runner.compile_s, runner.capture_s
+        return self._stats
+
+    def reset_stats(self) -> None:
+        """Start counting anew; compile and capture time stay, since they are not repeated."""
+        self.runner.steps_replayed = self.runner.steps_eager = 0
+        self._preemptions_before = self.scheduler.num_preemptions
+        self._stats = EngineStats()
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes of weights (each storage once), of the K/V pools by group, and of the sidecar."""
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.runner.weights.values()}
+        report = {"weights": sum(storages.values())}
+        report |= {f"kv.{kind}": group.num_bytes() for kind, group in self.runner.cache.groups.items()}
+        report["sidecar"] = self.runner.sidecar.num_bytes() if self.runner.sidecar else 0
+        return report
+
+
+def model_stop_ids(model: nn.Module, tokenizer) -> frozenset[int]:
+    """The union of what tokenizer, config and generation config call an end of sequence."""
+    found: set[int] = set()
+    for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
+        ids = getattr(source, "eos_token_id", None)
+        found |= set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+    return frozenset(found)

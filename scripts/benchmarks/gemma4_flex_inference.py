@@ -1,0 +1,194 @@
+"""Generate with a Gemma-4 E-series model and measure it: prefill, decode, memory, and how near the hardware's floor.
+
+    python scripts/benchmarks/gemma4_flex_inference.py --capture_cudagraph
+
+Every flag, table row and JSON key is explained in scripts/benchmarks/README.md.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+from gemma4_flex.bench import stats_file, workload
+from gemma4_flex.geometry import UnsupportedModelError
+from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
+from gemma4_flex.scheduler import RequestRefusedError
+from gemma4_flex.text import PromptError
+
+BENCHMARK = "gemma4_flex_inference"
+HUB_MODEL = "unsloth/gemma-4-E2B-it"
+RUNS = Path(__file__).resolve().parent.parent.parent / "results" / "runs"
+SHOWN = 8          # completions that are printed
+PART_2 = ("lora_adapter", "no_merge_lora", "verify_no_drift", "verify_iterations", "load_in_4bit", "model_name_4bit")
+DEFAULTS, SAMPLING = EngineConfig(), SamplingParams()
+
+
+class UsageError(ValueError):
+    """Flags that can't be obeyed; the message says what to do instead."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        """One sentence and exit code 2, without the page of usage that argparse puts before it."""
+        self.exit(2, f"error: {message}\n")
+
+
+def json_object(text: str) -> dict:
+    """The value of a flag that takes a JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error.msg}); write it like '{{\"num_stages\": 2}}'") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object; write it like '{\"num_stages\": 2}'")
+    return value
+
+
+def parser() -> Parser:
+    flags = Parser(prog=f"{BENCHMARK}.py", description=__doc__, allow_abbrev=False,
+                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = flags.add_argument
+    add("--model_name", help=f"local directory, hub id, tiny, or synthetic:E2B (default: {HUB_MODEL} with CUDA, "
+                             "else tiny)")
+    add("--n_prompts", type=int, help="prompts used (default: all there are)")
+    add("--n_rounds", type=int, default=3, help="measured rounds, after one warm-up round (default 3)")
+    add("--max_new_tokens", type=int, default=SAMPLING.max_new_tokens)
+    add("--max_batch_size", type=int, default=DEFAULTS.max_batch_size)
+    add("--max_seq_length", type=int, default=DEFAULTS.max_seq_length)
+    add("--n_pages", type=int, help="pages of the full-attention group (default: what a full batch needs)")
+    add("--page_size", type=int, help="tokens a page, a power of two")
+    add("--capture_cudagraph", action="store_true", help="replay captured decode graphs (a traced graph on a CPU)")
+    add("--decode_kernel_options", type=json_object, metavar="JSON", help="flex_attention kernel options for decode")
+    add("--prefill_kernel_options", type=json_object, metavar="JSON", help="the same for prefill")
+    add("--fa4_prefill", action=argparse.BooleanOptionalAction, help="refused: FlashAttention-4 stops at head_dim 128")
+    add("--chat_template", choices=("auto", "grpo", "native"), default="auto")
+    add("--stats_path", type=Path, help="where the result goes as JSON (default: a new file in results/runs/)")
+    add("--device", default=DEFAULTS.device, help="auto, cpu or cuda")
+    add("--dtype", default=DEFAULTS.dtype, help="auto, float32 or bfloat16")
+    add("--attention", default=DEFAULTS.attention, help="flex or sdpa")
+    add("--shared_kv", default=DEFAULTS.shared_kv, help="paged or sidecar")
+    add("--prompts", type=Path, metavar="FILE",
+        help="JSONL, one {\"messages\": [...]} or {\"text\": \"...\"} a line (default: the bundled prompts)")
+    add("--seed", type=int, default=DEFAULTS.seed, help="for the weights of synthetic models")
+    for name in ("--lora_adapter", "--verify_iterations", "--model_name_4bit"):
+        add(name, help="comes with part 2")
+    for name in ("--no_merge_lora", "--verify_no_drift", "--load_in_4bit"):
+        add(name, action="store_true", default=None, help="comes with part 2")
+    return flags
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuse what no model could change. Raises UsageError."""
+    for name in PART_2:
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name}: LoRA adapters and 4-bit weights come with part 2; leave it out until then")
+    if args.fa4_prefill:
+        raise UsageError("--fa4_prefill: FlashAttention-4 stops at head_dim 128 and Gemma-4's heads are 256 and 512 "
+                         "wide; leave it out")
+    if args.n_rounds < 1:
+        raise UsageError(f"--n_rounds must be at least 1, not {args.n_rounds}")
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The flags named as fields of EngineConfig, as one. Raises ValueError with the fix."""
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    return EngineConfig(**{name: value for name, value in vars(args).items() if name in fields})
+
+
+def choose_model(args: argparse.Namespace) -> str:
+    """The model to run, having said which one and why."""
+    import torch
+    if args.model_name:
+        name, why = args.model_name, "as asked"
+    elif torch.cuda.is_available() and args.device != "cpu":
+        name, why = HUB_MODEL, "the default where CUDA is present"
+    else:
+        name, why = "tiny", f"the bundled model, the default without CUDA; --model_name {HUB_MODEL} is the real thing"
+    print(f"model: {name} ({why})")
+    return name
+
+
+def stats_path(args: argparse.Namespace) -> Path:
+    """Where the result will go, tried out. Raises StatsPathError."""
+    if args.stats_path:
+        return stats_file.check_writable(args.stats_path)
+    RUNS.mkdir(parents=True, exist_ok=True)
+    return stats_file.check_writable(RUNS / f"{BENCHMARK}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+
+
+def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, prompts: list[workload.Prompt]) -> dict:
+    """Load, generate in rounds, and give the result."""
+    from tqdm import tqdm
+
+    from gemma4_flex.bench import measure, report, roofline
+    from gemma4_flex.engine import FlexEngine
+    name = choose_model(args)
+    engine = FlexEngine.from_pretrained(name, config)
+    for notice in engine.notices:
+        print(f"note: {notice}")
+    if engine.tokenizer is None and args.prompts is None:
+        source, template = "random tokens", "none"
+        encoded = workload.encode_random(len(prompts), engine.geometry.vocab_size, args.seed,
+                                         avoid=engine.geometry.placeholder_ids | engine.stop_ids)
+        print(f"note: this model has no tokenizer: {len(encoded)} random prompts stand in for the bundled ones")
+    else:
+        source = str(args.prompts or "bundled")
+        template = workload.resolve_template(engine.tokenizer, args.chat_template)
+        encoded = workload.encode_prompts(prompts, engine.tokenizer, args.chat_template)
+    quiet = not sys.stderr.isatty()
+    with tqdm(total=1 + args.n_rounds, desc="warm-up, then rounds", unit="round", disable=quiet) as bar:
+        measurement = measure.measure_rounds(
+            engine, [list(p.ids) for p in encoded], params, n_rounds=args.n_rounds,
+            synchronize=measure.synchronizer(engine.config.device), on_round=lambda done: bar.update())
+    peak = measure.peak_memory_bytes(engine.config.device)      # before the bandwidth's own buffers count
+    options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    return report.build_result(
+        benchmark=BENCHMARK, model_name=name, engine=engine, measurement=measurement, prompts=encoded,
+        chat_template=template, prompt_source=source, bandwidth=roofline.copy_bandwidth(engine.config.device),
+        peak_memory=peak, options=options, notices=engine.notices)
+
+
+def is_for_the_user(error: ValueError) -> bool:
+    """Whether the message is meant for whoever typed the command; any other error is a bug and shows its trace."""
+    if isinstance(error, (UsageError, UnsupportedModelError, InvalidParameterError, PromptError, RequestRefusedError,
+                          stats_file.StatsPathError)):
+        return True
+    from gemma4_flex.checkpoints import CheckpointError
+    return isinstance(error, CheckpointError)
+
+
+def show(result: dict) -> None:
+    """The first completions, and the table."""
+    from gemma4_flex.bench import report
+    for completion in result["completions"][:SHOWN]:
+        if completion["question"]:      # random tokens have no text to show
+            print(f"\n> {completion['question']}\n{completion['text']}")
+    print(f"\n{report.table(result)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:      # what needs no torch comes first: a slip is told in a moment, not after a model was loaded
+        check_flags(args)
+        config, params = engine_config(args), SamplingParams(max_new_tokens=args.max_new_tokens)
+        prompts = workload.first_prompts(workload.read_prompts(args.prompts or workload.BUNDLED), args.n_prompts)
+        path = stats_path(args)
+        result = run(args, config, params, prompts)
+    except ValueError as error:
+        if not is_for_the_user(error):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    show(result)
+    from gemma4_flex.bench import report
+    report.write_result(result, path)
+    print(f"result: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""A fake device and a checked scheduler for tests: no tensors, but every rule a real pool obeys."""
+
+from __future__ import annotations
+
+import random
+
+from gemma4_flex.page_table import PageTable, sliding_pool_pages
+from gemma4_flex.params import SamplingParams
+from gemma4_flex.scheduler import Scheduler
+from gemma4_flex.sequence import Sequence
+
+PAGE, WINDOW, VOCAB, STOP = 4, 6, 50, 1
+MOST_SLIDING = -(-WINDOW // PAGE) + 1
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def next_token(keys: list[int], window: list[int]) -> int:
+    """The fake model: the next token depends on every key in sight, on their order and on the window's extent."""
+    state = len(window)
+    for key in keys:
+        state = (state * 31 + key + 7) % 1_000_003
+    for key in window:
+        state = (state * 17 + key + 3) % 1_000_003
+    return state % VOCAB
+
+
+def solo_run(prompt: list[int], params: SamplingParams, max_seq_length: int) -> tuple[list[int], str]:
+    """What a request gives with no scheduler, no pages and no neighbours."""
+    sequence = Sequence(0, prompt, params, stop_ids=frozenset({STOP}), max_seq_length=max_seq_length)
+    while not sequence.is_finished:
+        tokens = sequence.token_ids
+        sequence.append(next_token(tokens, tokens[-WINDOW:]))
+    return sequence.output_ids, sequence.finish_reason
+
+
+class FakeDevice:
+    """Pools and page tables as a device has them; all it knows of pages comes from drain_changes.
+
+    A pool cell keeps who wrote it, where and what, so a query that reads another's key, a stale one or none fails.
+    """
+
+    def __init__(self, tables: dict[str, PageTable]) -> None:
+        self.tables = tables
+        self.mirror = {kind: {} for kind in tables}
+        self.pool = {kind: {} for kind in tables}
+        self.num_rows = 0
+
+    def sync(self) -> None:
+        for kind, table in self.tables.items():
+            for slot, logical, page in table.drain_changes():
+                if page:
+                    self.mirror[kind][slot, logical] = page
+                else:
+                    self.mirror[kind].pop((slot, logical), None)
+            held = {(s, logical): page for s in range(table.num_slots) for logical, page in table.held(s)}
+            assert self.mirror[kind] == held
+            table.check()
+
+    def run(self, plan) -> dict[int, int]:
+        """Compute a plan: every write of the step, then every read, as each layer does it for the whole batch."""
+        self.sync()
+        rows = [(span.sequence, span.start, span.count, span.wants_logits) for span in plan.prefill]
+        rows += [(sequence, sequence.num_tokens - 1, 1, True) for sequence in plan.decode]
+        slots = [sequence.slot for sequence, *_ in rows]
+        assert len(set(slots)) == len(slots) and 0 not in slots and None not in slots
+        written = {kind: set() for kind in self.tables}
+        for sequence, start, count, _ in rows:
+            tokens = sequence.token_ids
+            assert sequence.num_computed == start
+            for position in range(start, start + count):
+                for kind in self.tables:
+                    cell = self.cell(kind, sequence, position)
+                    assert cell not in written[kind]
+                    written[kind].add(cell)
+                    self.pool[kind][cell] = (sequence.request_id, position, tokens[position])
+        result = {}
+        for sequence, start, count, wants_logits in rows:
+            self.num_rows += count
+            for query in range(start, start + count):
+                keys = self.read(FULL, sequence, range(query + 1))
+                window = self.read(SLIDING, sequence, range(max(0, query - WINDOW + 1), query + 1))
+            assert keys == sequence.token_ids[: start + count]
+            if wants_logits:
+                result[sequence.request_id] = next_token(keys, window)
+        return result
+
+    def cell(self, kind: str, sequence: Sequence, position: int) -> tuple[int, int]:
+        page = self.mirror[kind][sequence.slot, position // PAGE]
+        assert page != 0
+        return page, position % PAGE
+
+    def read(self, kind: str, sequence: Sequence, positions: range) -> list[int]:
+        cells = [self.pool[kind][self.cell(kind, sequence, position)] for position in positions]
+        assert [cell[:2] for cell in cells] == [(sequence.request_id, position) for position in positions]
+        return [cell[2] for cell in cells]
+
+
+class Rig:
+    """A scheduler over two groups with the fake device, checked at every step."""
+
+    def __init__(self, *, full_pages=40, sliding_pages=None, batch=4, max_seq_length=64, budget=16) -> None:
+        self.max_seq_length = max_seq_length
+        if sliding_pages is None:
+            sliding_pages = sliding_pool_pages(
+                window=WINDOW,
+                page_size=PAGE,
+                max_batch_size=batch,
+                max_prefill_tokens=budget,
+                max_seq_length=max_seq_length,
+            )
+        sizes = {FULL: (full_pages, None), SLIDING: (sliding_pages, WINDOW)}
+        self.tables = {
+            kind: PageTable(
+                kind,
+                n_pages=n_pages,
+                page_size=PAGE,
+                window=window,
+                num_slots=batch + 1,
+                max_seq_length=max_seq_length,
+            )
+            for kind, (n_pages, window) in sizes.items()
+        }
+        self.scheduler = Scheduler(
+            self.tables, max_batch_size=batch, max_seq_length=max_seq_length, max_prefill_tokens=budget
+        )
+        self.device = FakeDevice(self.tables)
+        self.sequences: list[Sequence] = []
+
+    def add(self, prompt: list[int], **params) -> Sequence:
+        sequence = Sequence(
+            len(self.sequences),
+            prompt,
+            SamplingParams(**params),
+            stop_ids=frozenset({STOP}),
+            max_seq_length=self.max_seq_length,
+        )
+        self.scheduler.add(sequence)
+        self.sequences.append(sequence)
+        return sequence
+
+    def step(self, meanwhile=lambda: None):
+        scheduler = self.scheduler
+        plan = scheduler.plan()
+        self.check_plan(plan)
+        tokens = self.device.run(plan)
+        meanwhile()
+        scheduler.complete(plan, tokens)
+        self.check_between_steps()
+        return plan
+
+    def check_plan(self, plan) -> None:
+        scheduler = self.scheduler
+        assert sum(span.count for span in plan.prefill) <= scheduler.max_prefill_tokens
+        assert plan.prefill or plan.decode
+        assert len(scheduler.running) <= scheduler.max_batch_size
+        working = [span.sequence for span in plan.prefill] + list(plan.decode)
+        assert scheduler.running[0] in working, "the oldest request must advance"
+        for sequence in plan.preempted:
+            assert sequence not in working and sequence.slot is None and sequence.num_computed == 0
+        for span in plan.prefill:
+            # A chunk needs its own positions and the window - 1 before it.
+            most = -(-(WINDOW - 1 + span.count - 1) // PAGE) + 1
+            assert len(self.tables[SLIDING].held(span.sequence.slot)) <= most
+
+    def check_between_steps(self) -> None:
+        scheduler = self.scheduler
+        order = [sequence.request_id for sequence in [*scheduler.running, *scheduler.waiting]]
+        assert order == sorted(order), "first come, first served"
+        for sequence in scheduler.running:
+            sliding = [logical for logical, _ in self.tables[SLIDING].held(sequence.slot)]
+            assert len(sliding) <= MOST_SLIDING
+            first_seen = max(0, sequence.num_computed - WINDOW + 1)
+            assert {p // PAGE for p in range(first_seen, sequence.num_computed)} <= set(sliding)
+        in_use = sorted([sequence.slot for sequence in scheduler.running] + scheduler._free_slots)
+        assert in_use == list(range(1, scheduler.max_batch_size + 1))
+        for table in self.tables.values():
+            table.check()
+            assert not any(table.held(slot) for slot in scheduler._free_slots)
+
+    def run(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+
+    def check_end(self) -> None:
+        """Every request ended with exactly its solo tokens, or what it had of them when aborted; nothing is held."""
+        for sequence in self.sequences:
+            output, reason = solo_run(sequence.prompt_ids, sequence.params, self.max_seq_length)
+            if sequence.finish_reason == "abort":
+                assert sequence.output_ids == output[: len(sequence.output_ids)]
+            else:
+                assert (sequence.output_ids, sequence.finish_reason) == (output, reason)
+        self.device.sync()
+        assert not any(self.device.mirror.values())
+        assert all(table.num_free == table.n_pages - 1 for table in self.tables.values())
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed * 1000 + length)
+    return [rng.randrange(2, VOCAB) for _ in range(length)]

@@ -1,0 +1,193 @@
+"""scripts/benchmarks/gemma4_flex_inference.py, on a stub of the engine except where a real one must refuse."""
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gemma4_flex.bench import roofline
+from tests.bench import stub
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmarks" / "gemma4_flex_inference.py"
+spec = importlib.util.spec_from_file_location("gemma4_flex_inference", SCRIPT)
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
+
+class RealTime:
+    """A device that takes real time, for code that reads the real clock."""
+
+    clock = staticmethod(time.perf_counter)
+
+    def launch(self, seconds: float) -> None:
+        time.sleep(seconds / 100)
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engines(monkeypatch) -> list:
+    """(name, config) of each engine that was made; the engines are stubs."""
+    made = []
+
+    def from_pretrained(name, config):
+        engine = stub.StubEngine(RealTime())
+        engine.config = config.resolved("cpu")
+        made.append((name, config))
+        return engine
+
+    fake = SimpleNamespace(FlexEngine=SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "gemma4_flex.engine", fake)
+    monkeypatch.setattr(roofline, "copy_bandwidth", lambda device: roofline.Bandwidth(1e9, 1 << 20, 3))
+    return made
+
+
+def refused(capsys, *argv: str) -> str:
+    """The one line that main() says on stderr before it gives up with exit code 2, having said nothing else."""
+    try:
+        code = script.main(list(argv))
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    assert code == 2
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1, said.err
+    return said.err
+
+
+# ---- what is refused before any model is loaded
+
+
+@pytest.mark.parametrize(("argv", "says"), [
+    (["--decode_kernel_options", "{BLOCK_M: 32}"], "--decode_kernel_options: not JSON"),
+    (["--prefill_kernel_options", "[1]"], "--prefill_kernel_options: must be a JSON object"),
+    (["--page_size", "48"], "power of two"),
+    (["--max_batch_size", "0"], "max_batch_size=0"),
+    (["--max_batch_size", "many"], "--max_batch_size"),
+    (["--max_seq_length", "0"], "max_seq_length=0"),
+    (["--max_new_tokens", "0"], "max_new_tokens=0"),
+    (["--n_pages", "0"], "n_pages=0"),
+    (["--n_rounds", "0"], "--n_rounds"),
+    (["--n_prompts", "0"], "--n_prompts"),
+    (["--n_prompts", "1000000"], "--prompts"),
+    (["--dtype", "float16"], "bfloat16"),
+    (["--device", "tpu"], "'cuda'"),
+    (["--attention", "eager"], "'sdpa'"),
+    (["--shared_kv", "none"], "'sidecar'"),
+    (["--chat_template", "chatml"], "grpo"),
+    (["--fa4_prefill"], "FlashAttention-4 stops at head_dim 128"),
+    (["--lora_adapter", "x"], "--lora_adapter: LoRA adapters and 4-bit weights come with part 2"),
+    (["--no_merge_lora"], "part 2"),
+    (["--verify_no_drift"], "part 2"),
+    (["--verify_iterations", "3"], "part 2"),
+    (["--load_in_4bit"], "part 2"),
+    (["--model_name_4bit", "x"], "part 2"),
+    (["--prompts", "absent.jsonl"], "absent.jsonl"),
+    (["--max_batch", "4"], "unrecognized arguments"),          # no guessing at cut-off names
+])
+def test_bad_flags_get_one_sentence_and_load_nothing(capsys, engines, argv, says):
+    assert says in refused(capsys, *argv, "--model_name", "any")
+    assert not engines
+
+
+def test_a_broken_prompt_line_is_named_by_file_and_number(capsys, engines, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": ""}\n')
+    assert f"{path} line 2: the prompt is empty" in refused(capsys, "--prompts", str(path))
+    assert not engines
+
+
+@pytest.mark.parametrize("place", ["absent/r.json", ".", "/proc/r.json"])
+def test_an_unwritable_stats_path_is_found_out_before_the_run(capsys, engines, tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    assert "can't write" in refused(capsys, "--stats_path", place)
+    assert not engines and not list(tmp_path.iterdir())
+
+
+def test_a_bug_is_not_dressed_up_as_the_users_mistake(monkeypatch, engines, tmp_path):
+    def broken(*_):
+        raise ValueError("internal")
+
+    monkeypatch.setattr(sys.modules["gemma4_flex.engine"].FlexEngine, "from_pretrained", broken)
+    with pytest.raises(ValueError, match="internal"):
+        script.main(["--model_name", "any", "--stats_path", str(tmp_path / "r.json")])
+    assert not list(tmp_path.iterdir())
+
+
+# ---- what a run says and writes
+
+
+def run(tmp_path, *argv: str) -> dict:
+    path = tmp_path / "r.json"
+    assert script.main(["--n_prompts", "9", "--stats_path", str(path), *argv]) == 0
+    return json.loads(path.read_text())
+
+
+def test_a_run_writes_its_result_and_shows_completions_table_and_notices(engines, tmp_path, capsys):
+    result = run(tmp_path, "--model_name", "any")
+    said = capsys.readouterr().out
+    assert len(result["completions"]) == 9 and len(result["rounds"]) == 3
+    assert said.count("\n> ") == script.SHOWN
+    assert "decode tok/s" in said and "note: sdpa instead of flex" in said
+    assert str(tmp_path / "r.json") in said
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_flags_reach_the_engines_config_and_the_result(engines, tmp_path):
+    wanted = {"capture_cudagraph": True, "max_batch_size": 3, "max_seq_length": 256, "n_pages": 40, "page_size": 16,
+              "decode_kernel_options": {"num_stages": 2}, "prefill_kernel_options": {"BLOCK_M": 32},
+              "fa4_prefill": False, "dtype": "bfloat16", "attention": "sdpa", "shared_kv": "sidecar", "seed": 5}
+    result = run(
+        tmp_path, "--model_name", "any", "--capture_cudagraph", "--max_batch_size", "3", "--max_seq_length", "256",
+        "--n_pages", "40", "--page_size", "16", "--decode_kernel_options", '{"num_stages": 2}',
+        "--prefill_kernel_options", '{"BLOCK_M": 32}', "--no-fa4_prefill", "--dtype", "bfloat16", "--attention", "sdpa",
+        "--shared_kv", "sidecar", "--seed", "5", "--n_rounds", "4", "--max_new_tokens", "9")
+    [(_, config)] = engines
+    assert {name: getattr(config, name) for name in wanted} == wanted
+    wanted |= {"n_rounds": 4, "max_new_tokens": 9, "n_prompts": 9, "chat_template": "auto"}
+    assert {name: result["config"][name] for name in wanted} == wanted
+
+
+def test_the_default_model_is_told_with_the_reason(engines, tmp_path, capsys, monkeypatch):
+    import torch
+    hub = "unsloth/gemma-4-E2B-it"
+    for cuda, device, name in ((False, "auto", "tiny"), (True, "auto", hub), (True, "cpu", "tiny")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        result = run(tmp_path, "--device", device)
+        assert engines[-1][0] == result["model_name"] == name
+        assert f"model: {name} (" in capsys.readouterr().out
+
+
+def test_no_progress_bar_where_stderr_is_no_terminal(engines, tmp_path, capsys):
+    run(tmp_path, "--model_name", "any")
+    assert capsys.readouterr().err == ""
+
+
+def test_prompts_of_a_file_are_used_in_order(engines, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(f'{{"text": "prompt {i}"}}' for i in range(9)))
+    result = run(tmp_path, "--model_name", "any", "--prompts", str(path))
+    assert [c["prompt"] for c in result["completions"]] == [f"<bos>prompt {i}" for i in range(9)]
+    assert result["workload"]["source"] == str(path)
+
+
+def test_a_result_that_may_not_be_ranked_says_so(engines, tmp_path, capsys):
+    run(tmp_path, "--model_name", "any", "--n_rounds", "1")
+    assert "Not to be ranked: it has 1 measured round(s)" in capsys.readouterr().out
+
+
+# ---- the command itself, with the real loader
+
+
+def test_an_unknown_model_is_one_sentence_of_the_command_and_leaves_no_file(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--model_name", "no such model", "--stats_path", str(tmp_path / "r.json")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 'no such model'") and done.stderr.count("\n") == 1, done.stderr
+    assert not list(tmp_path.iterdir())
