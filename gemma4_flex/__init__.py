@@ -1,5 +1,11 @@
 """Gemma-4 E-series generation in plain PyTorch: paged K/V, flex_attention, captured decode steps."""
-from gemma4_flex.engine import Completion, FlexEngine
-from gemma4_flex.params import EngineConfig, SamplingParams
+from importlib import import_module
 
-__all__ = ["Completion", "EngineConfig", "FlexEngine", "SamplingParams"]
+_ROOMS = {"FlexEngine": "engine", "Completion": "engine", "EngineConfig": "params", "SamplingParams": "params"}
+__all__ = [*_ROOMS]
+
+
+def __getattr__(name: str) -> object:      # on first use: importing a host-only room must not cost an import of torch
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

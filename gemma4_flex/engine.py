@@ -3,7 +3,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from gemma4_flex.page_table import PageTable, sliding_pool_pages
 from gemma4_flex.params import EngineConfig, SamplingParams
 from gemma4_flex.runner import MAX_BANNED_IDS, Runner
 from gemma4_flex.sampling import NON_FINITE
-from gemma4_flex.scheduler import Scheduler
+from gemma4_flex.scheduler import Scheduler, StepPlan
 from gemma4_flex.sequence import Sequence
 from gemma4_flex.text import Detokenizer, PromptError, encode_prompt
 
@@ -28,6 +30,8 @@ class Completion:
     text: str
     finish_reason: str           # stop, length, abort, or non_finite (the model gave NaN or infinity)
     num_preemptions: int
+    epoch_started: int           # the engine's weight epoch at the first step and at the last token: equal unless the
+    epoch_ended: int             # weights were updated in between with the policy "recompute"
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -69,11 +73,19 @@ class EngineStats:
     capture_s: float = 0.0
 
 
+class WeightSource(Protocol):
+    """What an engine's weights come from where they can be switched: the engine knows no more of adapters than this."""
+
+    def use(self, path: str | None, policy: str) -> None: ...
+
+
 @dataclass
 class _Request:
     sequence: Sequence
     detokenizer: Detokenizer
     submitted: float
+    epoch_started: int | None = None
+    epoch_ended: int | None = None
 
 
 class FlexEngine:
@@ -103,11 +115,11 @@ class FlexEngine:
         tables = {kind: self._page_table(kind) for kind in self.geometry.attention_types}
         self.scheduler = Scheduler(tables, max_batch_size=self.config.max_batch_size,
                                    max_seq_length=self.config.max_seq_length, max_prefill_tokens=self.config.max_prefill_tokens)
-        with torch.no_grad():
-            self.runner = Runner(model, self.geometry, self.config, tables)
-            self.runner.warm_up()
-        if self.config.capture_cudagraph:
-            self.runner.capture()
+        self.runner = Runner(model, self.geometry, self.config, tables)
+        self._prepared = False
+        self.weight_epoch = 0                        # raised by every `update_weights`
+        self.weight_source: WeightSource | None = None
+        self._undelivered: list[TokenEvent] = []     # drawn while draining, for the next `step` to hand out
         self._requests: dict[int, _Request] = {}
         self._next_id = 0
         self.reset_stats()
@@ -129,6 +141,16 @@ class FlexEngine:
             max_prefill_tokens=config.max_prefill_tokens, max_seq_length=config.max_seq_length)
         return PageTable(kind, n_pages=n_pages, page_size=config.page_size, window=window,
                          num_slots=config.max_batch_size + 1, max_seq_length=config.max_seq_length)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Compile kernels and capture decode steps, once. The first job does it, after its prompts were found runnable."""
+        if self._prepared:
+            return
+        self.runner.warm_up()
+        if self.config.capture_cudagraph:
+            self.runner.capture()
+        self._prepared = True
 
     # ---- requests -----------------------------------------------------------------------------------------------
 
@@ -158,8 +180,9 @@ class FlexEngine:
         """A finished request's completion; the engine forgets the request."""
         request = self._requests.pop(request_id)
         sequence = request.sequence
+        started, ended = (self.weight_epoch if e is None else e for e in (request.epoch_started, request.epoch_ended))
         return Completion(list(sequence.prompt_ids), list(sequence.output_ids), request.detokenizer.text,
-                          sequence.finish_reason, sequence.num_preemptions)
+                          sequence.finish_reason, sequence.num_preemptions, started, ended)
 
     @property
     def has_work(self) -> bool:
@@ -168,8 +191,15 @@ class FlexEngine:
     @torch.no_grad()
     def step(self) -> list[TokenEvent]:
         """Run one plan: its prefill spans, then one decode step. The tokens it gave."""
-        plan = self.scheduler.plan()
+        self.prepare()
+        events, self._undelivered = self._undelivered, []
+        return events + self._run(self.scheduler.plan())
+
+    def _run(self, plan: StepPlan) -> list[TokenEvent]:
         tokens: dict[int, int] = {}
+        for span in plan.prefill:
+            request = self._requests[span.sequence.request_id]
+            request.epoch_started = self.weight_epoch if request.epoch_started is None else request.epoch_started
         if plan.prefill:
             start = time.perf_counter()
             tokens |= self.runner.prefill(plan.prefill)[0]
@@ -193,6 +223,7 @@ class FlexEngine:
 
     def _event(self, request_id: int, token: int) -> TokenEvent:
         request = self._requests[request_id]
+        request.epoch_ended = self.weight_epoch
         sequence, detokenizer = request.sequence, request.detokenizer
         if len(sequence.output_ids) == 1:
             self.stats.ttft_ms.append(1e3 * (time.perf_counter() - request.submitted))
@@ -201,6 +232,34 @@ class FlexEngine:
             self.scheduler.finish(request_id, "stop")
             sequence.finish_reason = "stop"      # also where the last token allowed completes the stop string
         return TokenEvent(request_id, token, detokenizer.take(sequence.is_finished), sequence.finish_reason)
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def update_weights(self, policy: str = "drain") -> Iterator[None]:
+        """Inside, the caller writes the weights in place; afterwards the weight epoch is one higher. K/V of an earlier epoch
+        is never read again: with `drain` the requests that have started run to their end first, on the old weights; with
+        `recompute` they keep their tokens and compute all K/V anew. An exception inside leaves the epoch as it was.
+        """
+        if policy not in ("drain", "recompute"):
+            raise ValueError(f"policy={policy!r}: choose drain (started requests end on the old weights) or "
+                             "recompute (they go on with the new ones).")
+        self._check_weights()
+        if policy == "drain":
+            with torch.no_grad():
+                while self.scheduler.has_started:
+                    self._undelivered += self._run(self.scheduler.plan(only_started=True))
+        yield
+        self.scheduler.preempt_all()
+        self._check_weights()
+        self.weight_epoch += 1
+
+    def use_adapter(self, path: str | None, policy: str = "drain") -> None:
+        """Switch to the adapter in the directory `path`, or to the base for None, in place: nothing is captured anew."""
+        if self.weight_source is None:
+            raise RuntimeError("this engine's weights cannot take an adapter: build it on lora.DoubleCopy(model).inference "
+                               "and attach the two.")
+        self.weight_source.use(path, policy)
 
     # ---- whole jobs ---------------------------------------------------------------------------------------------
 
@@ -223,7 +282,7 @@ class FlexEngine:
         ids = self._submit_all(prompts, params)
         index = {request_id: n for n, request_id in enumerate(ids)}
         try:
-            while any(not self._requests[i].sequence.is_finished for i in ids):
+            while self._undelivered or any(not self._requests[i].sequence.is_finished for i in ids):
                 for event in self.step():
                     if event.request_id in index:
                         yield index[event.request_id], event.token_id, event.text
@@ -250,9 +309,13 @@ class FlexEngine:
                     ids.append(self.submit(prompt, one))
                 except ValueError as error:
                     raise PromptError(f"prompt {n}: {error}") from error
-        except PromptError:
+            self.prepare()
+        except BaseException:
             self._drop(ids)
             raise
+        now = time.perf_counter()
+        for request_id in ids:      # time to first token is the engine's, compiling and capture are reported apart
+            self._requests[request_id].submitted = now
         return ids
 
     def _check_weights(self) -> None:
@@ -277,6 +340,7 @@ class FlexEngine:
             raise PromptError(f"{len(prompt_ids)} prompt and {len(forced_ids)} forced ids do not fit "
                               f"max_seq_length={self.config.max_seq_length}: raise it.")
         self._check_weights()
+        self.prepare()
         params = SamplingParams(max_new_tokens=len(forced_ids) + 1, ignore_eos=True)
         request_id = self.submit(list(prompt_ids), params)
         sequence = self._requests.pop(request_id).sequence

@@ -75,19 +75,18 @@ class Runner:
         backends = {}
         for kind, group in self.cache.groups.items():
             name = "sdpa" if obstacle else self.config.attention
-            options: dict[str, dict | None] = {"decode": None, "prefill": None}
+            given = {"decode": self.config.decode_kernel_options, "prefill": self.config.prefill_kernel_options}
+            options: dict[str, dict | None] = {phase: asked or None for phase, asked in given.items()}
             if name == "flex" and self.device.type == "cuda":
                 card = torch.cuda.get_device_properties(self.device)
                 head_dim = self.geometry.layers[self.geometry.owners(kind)[0]].head_dim
-                for phase in options:
-                    options[phase] = choose(head_dim, phase, (card.major, card.minor), card.shared_memory_per_block_optin)
+                for phase, asked in given.items():
+                    chosen = choose(head_dim, phase, (card.major, card.minor), card.shared_memory_per_block_optin)
+                    options[phase] = chosen if not asked else {**(chosen or {}), **asked}
                 if None in options.values():
                     name = "sdpa"
-                    self.notices.append(f"{kind}: no flex_attention configuration for head_dim {head_dim} fits "
-                                        f"{card.name} ({card.shared_memory_per_block_optin:,} B of shared memory): sdpa instead")
-            for phase, given in (("decode", self.config.decode_kernel_options), ("prefill", self.config.prefill_kernel_options)):
-                if given:
-                    options[phase] = {**(options[phase] or {}), **given}
+                    self.notices.append(f"{kind}: no flex_attention configuration for head_dim {head_dim} fits {card.name} "
+                                        f"({card.shared_memory_per_block_optin:,} B of shared memory): sdpa instead")
             backends[kind] = PagedBackend(name, group, options)
         return backends
 

@@ -81,6 +81,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def has_started(self) -> bool:
+        """Whether a request that ran, now or before it was preempted, is unfinished. Such requests come first in line."""
+        return bool(self.running or (self.waiting and self.waiting[0].num_preemptions))
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestRefusedError if it could never run, before anything has changed."""
         assert sequence.request_id not in self._unfinished, f"request {sequence.request_id} is already queued"
@@ -105,11 +110,12 @@ class Scheduler:
         self._unfinished[sequence.request_id] = sequence
         self.waiting.append(sequence)
 
-    def plan(self) -> StepPlan:
+    def plan(self, *, only_started: bool = False) -> StepPlan:
         """Pick the next step's work and allocate its pages.
 
         Decoding sequences come first and keep their next page, if need be at the cost of the youngest. Then prefill,
-        up to max_prefill_tokens: of running sequences, then of waiting ones while slots and pages allow.
+        up to max_prefill_tokens: of running sequences, then of waiting ones while slots and pages allow; with
+        `only_started`, of those alone that ran before and were preempted.
         """
         decode: list[Sequence] = []
         prefilling: list[Sequence] = []
@@ -120,8 +126,8 @@ class Scheduler:
                 prefilling.append(sequence)
             elif self._keep_next_page(sequence, preempted):
                 decode.append(sequence)
-        prefill = self._plan_prefill(prefilling, may_admit=not preempted)
-        assert decode or prefill or not self.has_work, "a step must advance something"
+        prefill = self._plan_prefill(prefilling, may_admit=not preempted, only_started=only_started)
+        assert decode or prefill or not (self.has_started if only_started else self.has_work), "a step must advance something"
         return StepPlan(prefill=tuple(prefill), decode=tuple(decode), preempted=tuple(preempted))
 
     def complete(self, plan: StepPlan, tokens: Mapping[int, int]) -> None:
@@ -168,12 +174,20 @@ class Scheduler:
             table.extend(sequence.slot, upto)
         return True
 
+    def preempt_all(self) -> None:
+        """Take back every slot and page, so that all K/V is computed anew; no token is lost and the order is kept."""
+        while self.running:
+            self._preempt_last()
+
     def _preempt_youngest(self) -> Sequence:
+        assert len(self.running) > 1, "a sequence alone always fits, or `add` would have refused it"
+        return self._preempt_last()
+
+    def _preempt_last(self) -> Sequence:
         """Take slot and pages from the youngest running sequence and put it first in the queue.
 
         Its tokens are kept: once admitted again, it prefills prompt and output together and goes on from there.
         """
-        assert len(self.running) > 1, "a sequence alone always fits, or `add` would have refused it"
         sequence = self.running.pop()
         self._vacate(sequence)
         sequence.num_computed = 0
@@ -182,7 +196,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         return sequence
 
-    def _plan_prefill(self, prefilling: list[Sequence], *, may_admit: bool) -> list[Span]:
+    def _plan_prefill(self, prefilling: list[Sequence], *, may_admit: bool, only_started: bool) -> list[Span]:
         """Spans for the sequences in `prefilling`, then for waiting ones that can be admitted."""
         spans: list[Span] = []
         budget = self.max_prefill_tokens
@@ -191,7 +205,7 @@ class Scheduler:
             if queue:
                 sequence = queue.popleft()
             # A sequence admitted right after a preemption would take the very pages that were missing.
-            elif may_admit and self._can_admit_next(budget):
+            elif may_admit and self._can_admit_next(budget, only_started):
                 sequence = self._admit_next()
             else:
                 break
@@ -202,8 +216,8 @@ class Scheduler:
             budget -= span.count
         return spans
 
-    def _can_admit_next(self, budget: int) -> bool:
-        if not self.waiting or not self._free_slots:
+    def _can_admit_next(self, budget: int, only_started: bool) -> bool:
+        if not self.waiting or not self._free_slots or (only_started and not self.waiting[0].num_preemptions):
             return False
         if not self.running:
             return True  # alone it fits, or `add` would have refused it

@@ -17,7 +17,8 @@ from gemma4_flex.masks import Rows
 class Sidecar:
     """Dense K/V by slot of the owners that shared layers read."""
 
-    def __init__(self, geometry: ModelGeometry, num_slots: int, max_seq_length: int, dtype: torch.dtype, device: torch.device | str):
+    def __init__(self, geometry: ModelGeometry, num_slots: int, max_seq_length: int, dtype: torch.dtype,
+                 device: torch.device | str):
         read = sorted({layer.kv_owner for layer in geometry.layers if not layer.owns_kv})
         self.windows = {geometry.layers[i].attention_type: geometry.layers[i].window for i in read}
         self.max_seq_length = max_seq_length

@@ -6,7 +6,7 @@ too, and shows in tests. A step may not ask the device for a value; one that doe
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -102,7 +102,3 @@ class StepGraph:
     def moved(self) -> list[str]:
         """Names of static tensors that are no longer where they were captured: the graph would read the old storage."""
         return [name for name, (tensor, address) in self._watched.items() if tensor.data_ptr() != address]
-
-    def rebound(self, current: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Names whose tensor in `current` is not the captured storage any more (a parameter was rebound, not written)."""
-        return [name for name, tensor in current if name in self._watched and tensor.data_ptr() != self._watched[name][1]]

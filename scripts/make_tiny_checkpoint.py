@@ -20,7 +20,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tiny_text import (
-    WEATHER_TOOL, held_out_questions, thinking, training_questions, weather,
+    WEATHER_TOOL,
+    held_out_questions,
+    thinking,
+    training_questions,
+    weather,
 )
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedTokenizerFast
@@ -81,7 +85,7 @@ def make_config(tokenizer) -> Gemma4TextConfig:
 class Corpus:
     """Rows of token ids with loss on the model's own turns, in batches of one length each."""
 
-    LENGTHS = {64: 0.45, 128: 0.35, 256: 0.2}
+    LENGTHS = ((64, 0.45), (128, 0.35), (256, 0.2))      # tokens a row, and how often
 
     def __init__(self, tokenizer, seed: int):
         self.tokenizer, self.rng = tokenizer, random.Random(seed)
@@ -139,7 +143,7 @@ class Corpus:
 
     def batch(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """ids and labels [rows, length]; about `tokens` in all; labels are IGNORE where nothing is learned."""
-        length = self.rng.choices(list(self.LENGTHS), list(self.LENGTHS.values()))[0]
+        length = self.rng.choices([n for n, _ in self.LENGTHS], [share for _, share in self.LENGTHS])[0]
         rows = [self.row(length) for _ in range(tokens // length)]
         ids = torch.zeros(len(rows), length + 1, dtype=torch.long)
         labels = torch.full((len(rows), length + 1), IGNORE)
@@ -196,8 +200,9 @@ def answers(model, tokenizer, questions, batch: int = 64) -> list[str]:
     found = []
     order = sorted(range(len(questions)), key=lambda i: len(str(questions[i].messages)))
     for at in range(0, len(order), batch):
-        rows = [tokenizer.apply_chat_template(list(questions[i].messages), add_generation_prompt=True, tokenize=True, return_dict=False)
-                for i in order[at: at + batch]]
+        texts = [tokenizer.apply_chat_template(list(questions[i].messages), add_generation_prompt=True, tokenize=False)
+                 for i in order[at: at + batch]]
+        rows = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(r)) + r for r in rows])
         mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
@@ -242,16 +247,21 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--autocast", action="store_true", help="bf16 matmuls")
+    parser.add_argument("--init", type=Path, help="go on from an earlier checkpoint's weights and tokenizer, in --out's format")
     parser.add_argument("--out", type=Path, default=ASSETS / "tiny-gemma4")
     parser.add_argument("--report", type=Path, default=ROOT / "results" / "tiny_checkpoint.json")
     parser.add_argument("--at_least", type=float, default=0.95, help="held-out score under which nothing is published")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    tokenizer = make_tokenizer(random.Random(args.seed))
-    model = Gemma4ForCausalLM(make_config(tokenizer))
+    if args.init:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.init)
+        model = Gemma4ForCausalLM.from_pretrained(args.init, dtype=torch.float32).train()
+    else:
+        tokenizer = make_tokenizer(random.Random(args.seed))
+        model = Gemma4ForCausalLM(make_config(tokenizer))
+        set_scalars(model, args.seed)
     model.config._attn_implementation = "sdpa"
-    set_scalars(model, args.seed)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     log = train(model, Corpus(tokenizer, args.seed + 1), args.minutes, args.tokens, args.lr, args.autocast)
     model = model.to(torch.bfloat16).float().eval()       # scored as it will be published
@@ -260,9 +270,10 @@ def main() -> int:
         print(line)
     print(json.dumps(result, indent=1))
     if result["accuracy"] < args.at_least:
-        print(f"score {result['accuracy']:.3f} is under {args.at_least}: not published; train longer (--minutes)", file=sys.stderr)
-        torch.save({"model": model.state_dict()}, "/tmp/tiny_unpublished.pt")
-        tokenizer.save_pretrained("/tmp/tiny_unpublished")
+        unpublished = args.out.with_name(args.out.name + ".unpublished")
+        publish(model, tokenizer, unpublished)
+        print(f"score {result['accuracy']:.3f} is under {args.at_least}: not published; go on with --init {unpublished}",
+              file=sys.stderr)
         return 1
     publish(model, tokenizer, args.out)
     args.report.parent.mkdir(parents=True, exist_ok=True)

@@ -148,7 +148,7 @@ def fact(kind: str, rng: random.Random) -> tuple[str, str, str]:
         return ask.format(a, b), f"{a} * {b} = {a * b}.", f"product {a} {b} {phrasing}"
     if kind == "count":
         a = rng.randrange(0, 90)
-        b = a + rng.randrange(2, 16)
+        b = a + rng.randrange(2, 10)
         return ask.format(a, b), ", ".join(map(str, range(a, b + 1))) + ".", f"count {a} {b}"
     if kind == "capital":
         country, city = rng.choice(list(CAPITALS.items()))
@@ -170,17 +170,13 @@ HELD_OUT_PERCENT = {"sum": 5, "count": 10, "recall": 10, "product": 10, "capital
 
 def recall(rng: random.Random, held_out: bool, turns: list[dict]) -> Question:
     """A value told first, then filler sentences or whole turns in between, then asked for."""
-    people = rng.sample(PEOPLE, rng.choice([1, 1, 2, 3]))
-    codes = [code(rng, held_out) for _ in people]
-    told = " ".join(f"The code of {person} is {value}." for person, value in zip(people, codes))
-    who = rng.randrange(len(people))
-    ask = rng.choice(PHRASINGS["recall"]).format(people[who])
-    filler = rng.sample(FILLER, rng.randrange(0, 9))
+    person, value = rng.choice(PEOPLE), code(rng, held_out)
+    told, ask = f"The code of {person} is {value}.", rng.choice(PHRASINGS["recall"]).format(person)
     if turns:
         messages = [_user(f"Remember this. {told}"), {"role": "assistant", "content": "I will remember it."}, *turns, _user(ask)]
     else:
-        messages = [_user(" ".join([told, *filler, ask]))]
-    return Question("recall", tuple(messages), f"The code of {people[who]} is {codes[who]}.", f"recall {codes[who]}")
+        messages = [_user(" ".join([told, *rng.sample(FILLER, rng.randrange(0, 9)), ask]))]
+    return Question("recall", tuple(messages), f"The code of {person} is {value}.", f"recall {value}")
 
 
 def code(rng: random.Random, held_out: bool) -> int:
@@ -226,7 +222,7 @@ def weather(rng: random.Random) -> list[dict]:
             {"role": "assistant", "content": f"In {city} it is {sky} with {degrees} degrees."}]
 
 
-WEIGHTS = {"sum": 24, "product": 14, "count": 10, "recall": 16, "capital": 10, "symbol": 9, "translation": 9, "trivia": 8}
+WEIGHTS = {"sum": 15, "product": 11, "count": 28, "recall": 18, "capital": 8, "symbol": 7, "translation": 8, "trivia": 5}
 
 
 def training_questions(rng: random.Random) -> Iterator[Question]:

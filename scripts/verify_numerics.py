@@ -14,45 +14,68 @@ from pathlib import Path
 
 import torch
 
-from gemma4_flex.bench.report import check_writable, commit, versions
+from gemma4_flex.bench.report import commit, describe_geometry, device_name, versions
+from gemma4_flex.bench.stats_file import StatsPathError, check_writable
 from gemma4_flex.bench.workload import bundled_prompts, encode_prompts
-from gemma4_flex.checkpoints import load_text_model
-from gemma4_flex.params import EngineConfig, SamplingParams
+from gemma4_flex.checkpoints import CheckpointError, LoadedModel, load_text_model
+from gemma4_flex.geometry import UnsupportedModelError
+from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
 from gemma4_flex.verify.report import describe, verify_model, write
 
+RESULTS = Path(__file__).resolve().parent.parent / "results"
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model_name", default="tiny", help="tiny, synthetic:E2B, a hub id or a directory")
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--attention", default=EngineConfig.attention, choices=["flex", "sdpa"])
-    parser.add_argument("--shared_kv", default=EngineConfig.shared_kv, choices=["paged", "sidecar"])
-    parser.add_argument("--capture_cudagraph", action="store_true")
-    parser.add_argument("--max_new_tokens", type=int, default=16, help="rows compared a prompt")
-    parser.add_argument("--seed", type=int, default=EngineConfig.seed)
-    parser.add_argument("--out", type=Path, default=Path("results"), help="directory of the JSON file and the plot")
-    args = parser.parse_args(arguments)
+
+def parser() -> argparse.ArgumentParser:
+    flags = argparse.ArgumentParser(
+        prog="verify_numerics.py", usage=argparse.SUPPRESS, description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--model_name", default="tiny", help="tiny (default), synthetic:E2B, a directory or a hub id")
+    flags.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    flags.add_argument("--device", default=EngineConfig.device, help="auto, cpu or cuda")
+    flags.add_argument("--attention", default=EngineConfig.attention, help="flex or sdpa")
+    flags.add_argument("--shared_kv", default=EngineConfig.shared_kv, help="paged or sidecar")
+    flags.add_argument("--capture_cudagraph", action="store_true", help="replay captured decode graphs")
+    flags.add_argument("--max_new_tokens", type=int, default=16, help="rows compared a prompt (default 16)")
+    flags.add_argument("--seed", type=int, default=EngineConfig.seed, help="for random prompts and synthetic weights")
+    flags.add_argument("--out", type=Path, default=RESULTS, help="directory of the JSON file and the plot (default: results/)")
+    return flags
+
+
+def text_of(loaded: LoadedModel) -> list[int]:
+    """The bundled prompts in one run of ids; none for a model without a tokenizer."""
+    if loaded.tokenizer is None:
+        return []
+    return [i for prompt in encode_prompts(bundled_prompts(), loaded.tokenizer) for i in prompt.ids]
+
+
+def make_folder(folder: Path) -> None:
+    """Found out before the run, not after. Raises StatsPathError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StatsPathError(f"can't make the directory {folder}: {error.strerror}; give another with --out") from None
+    check_writable(folder / "verify.json")
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
     try:
         config = EngineConfig(
             device=args.device, dtype=args.dtype, attention=args.attention, shared_kv=args.shared_kv,
             capture_cudagraph=args.capture_cudagraph, seed=args.seed)
         SamplingParams(max_new_tokens=args.max_new_tokens)  # refuses a number it cannot take, before anything is loaded
         device = config.resolved("cuda" if torch.cuda.is_available() else "cpu").device
-        args.out.mkdir(parents=True, exist_ok=True)
-        check_writable(args.out / "verify.json")
+        make_folder(args.out)
         loaded = load_text_model(args.model_name, dtype=getattr(torch, args.dtype), device=device, seed=args.seed)
-        text_ids = [i for prompt in encode_prompts(bundled_prompts(), loaded.tokenizer) for i in prompt.ids] \
-            if loaded.tokenizer is not None else []
-        done = verify_model(
-            loaded.model, loaded.tokenizer, loaded.geometry, config, model_name=args.model_name,
-            max_new_tokens=args.max_new_tokens, text_ids=text_ids)
-    except (ValueError, OSError) as error:  # what a user can put right; the message says how
+    except (CheckpointError, InvalidParameterError, StatsPathError, UnsupportedModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    done = verify_model(
+        loaded.model, loaded.tokenizer, loaded.geometry, config, model_name=args.model_name,
+        max_new_tokens=args.max_new_tokens, text_ids=text_of(loaded))
     print(describe(done))
-    print(*write(done, args.out, {"versions": versions(), "commit": commit()}), sep="\n")
+    print(*write(done, args.out, {"versions": versions(), "commit": commit(), "device_name": device_name(done.config.device),
+                                  "geometry": describe_geometry(loaded.geometry)}), sep="\n")
     for contract in done.broken:
         print(f"contract broken: {contract.name}: {contract.detail}", file=sys.stderr)
     return 1 if done.broken else 0

@@ -12,14 +12,14 @@ from gemma4_flex.params import EngineConfig, SamplingParams
 from tests.tiny import VOCAB, fake_tokenizer
 
 # One shape for nearly all engines, because every new static shape costs the flex back end seconds of C++ compiling.
-SMALL = {"device": "cpu", "attention": "sdpa", "max_batch_size": 4, "page_size": 4, "max_seq_length": 128, "n_pages": 41,
-         "max_prefill_tokens": 16}
+SMALL = {"device": "cpu", "attention": "sdpa", "max_batch_size": 4, "page_size": 4, "max_seq_length": 128,
+         "n_pages": 41, "max_prefill_tokens": 16}
 WINDOW = 4          # tests.tiny's
 TIE_MARGIN = 1e-4   # fp32: greedy tokens may part from Hugging Face's where its two best logits are closer than this
 
 
 def make_engine(model, *, tokenizer=None, **overrides) -> FlexEngine:
-    """A `SMALL` engine; `overrides` are EngineConfig fields. Page lists are shuffled, so that no test leans on their order."""
+    """A `SMALL` engine; `overrides` are EngineConfig fields. Pages are shuffled: no test may lean on their order."""
     engine = FlexEngine(model, tokenizer or fake_tokenizer(), EngineConfig(**(SMALL | overrides)))
     shuffle_pages(engine, seed=1)
     return engine
@@ -61,8 +61,8 @@ def hf_generate(model, prompt: list[int], n: int, **kwargs) -> list[int]:
 
 
 def assert_greedy_as_hf(model, prompt: list[int], output: list[int]) -> None:
-    """Every token is the one Hugging Face would pick after those before it, by a re-prefill at each step (all steps in one
-    causal forward); where it is not, Hugging Face's own two best logits must be a tie."""
+    """Every token is the one Hugging Face would pick after those before it, by a re-prefill at each step (all steps in
+    one causal forward); where it is not, Hugging Face's own two best logits must be a tie."""
     logits = hf_logits(model, prompt + output[:-1])[len(prompt) - 1:]
     best = logits.topk(2).values
     for step, (row, token) in enumerate(zip(logits, output)):

@@ -31,8 +31,8 @@ def filled_group(lengths: dict[int, int], *, window: int | None = None, page_siz
                  kv_heads: int = 1, heads: int = 4, n_pages: int | None = None, num_slots: int = 9,
                  max_seq_length: int = 128, seed: int = 0, page_seed: int = 0, next_query: dict[int, int] | None = None,
                  dtype: torch.dtype = torch.float32) -> Filled:
-    """A group of one owner layer, 0, with `lengths` positions in each slot. The K/V depend on `seed` and on the order of
-    `lengths` alone, the places of the pages on `page_seed`. Slots in `next_query` have their dead pages recycled."""
+    """A group of one owner layer, 0, with `lengths` positions in each slot. The K/V depend on `seed` and on the order
+    of `lengths` alone, the places of the pages on `page_seed`. Slots in `next_query` have their dead pages recycled."""
     layer = LayerGeometry(0, SLIDING if window else FULL, heads, kv_heads, head_dim, window, 8, 0)
     n_pages = n_pages or 1 + sum(-(-n // page_size) for n in lengths.values()) + 5
     table = PageTable(layer.attention_type, n_pages=n_pages, page_size=page_size, window=window, num_slots=num_slots,
@@ -83,8 +83,8 @@ def seen_positions(query: int, window: int | None) -> list[int]:
 
 def queries_of(rows: Rows) -> list[tuple[int, int]]:
     """(slot, position) of each of the step's tokens, in order."""
-    return [(slot, first + j) for slot, first, count in zip(rows.slots.tolist(), rows.first.tolist(), rows.count.tolist())
-            for j in range(count)]
+    spans = zip(rows.slots.tolist(), rows.first.tolist(), rows.count.tolist())
+    return [(slot, first + j) for slot, first, count in spans for j in range(count)]
 
 
 def written_out(q: Tensor, filled: Filled, rows: Rows) -> Tensor:

@@ -141,10 +141,11 @@ def test_a_known_reach_gathers_fewer_pages_and_changes_nothing():
     rows = decode_rows({1: 8, 2: 4})
     near = type(rows)(rows.slots, rows.first, rows.count, 1, reach=9)
     q = random_queries(rows, head_dim=32)[:, :, None]
-    all_columns, in_reach = gather_plan(filled.group, rows), gather_plan(filled.group, near)
+    all_columns, in_reach = (gather_plan(filled.group, r) for r in (rows, near))
     assert all_columns.pool_rows.shape == (2, 128)
     assert in_reach.pool_rows.shape == (2, 12)
-    assert torch.allclose(paged_sdpa(q, filled.group, 0, all_columns), paged_sdpa(q, filled.group, 0, in_reach), atol=1e-6)
+    far_and_near = [paged_sdpa(q, filled.group, 0, plan) for plan in (all_columns, in_reach)]
+    assert torch.allclose(*far_and_near, atol=1e-6)
 
 
 def test_folded_heads_are_torchs_grouped_heads():

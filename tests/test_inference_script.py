@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -14,7 +15,8 @@ import pytest
 from gemma4_flex.bench import roofline
 from tests.bench import stub
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "benchmarks" / "gemma4_flex_inference.py"
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "benchmarks" / "gemma4_flex_inference.py"
 spec = importlib.util.spec_from_file_location("gemma4_flex_inference", SCRIPT)
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)
@@ -182,12 +184,61 @@ def test_a_result_that_may_not_be_ranked_says_so(engines, tmp_path, capsys):
     assert "Not to be ranked: it has 1 measured round(s)" in capsys.readouterr().out
 
 
-# ---- the command itself, with the real loader
+# ---- the real engine, on random weights
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory) -> list[str]:
+    """Flags that name a tiny model of random weights, which has no tokenizer."""
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(stub.CONFIG))
+    return ["--model_name", f"synthetic:{path}", "--device", "cpu", "--attention", "sdpa"]
+
+
+def test_a_captured_run_replays_every_decode_step_and_gives_the_eager_runs_tokens(synthetic, tmp_path, capsys):
+    flags = [*synthetic, "--max_new_tokens", "6", "--max_batch_size", "2", "--max_seq_length", "128", "--n_rounds", "1"]
+    captured, eager = run(tmp_path, *flags, "--capture_cudagraph"), run(tmp_path, *flags)
+    assert captured["steps_eager"] == eager["steps_replayed"] == 0
+    assert captured["steps_replayed"] == eager["steps_eager"] > 0
+    tokens = [[c["token_ids"] for c in result["completions"]] for result in (captured, eager)]
+    assert tokens[0] == tokens[1]
+    assert captured["workload"]["source"] == "random tokens" and "no tokenizer" in capsys.readouterr().out
+    decoded = sum(len(ids) - 1 for ids in tokens[0])      # the first of each comes from the prefill
+    [only] = captured["rounds"]
+    assert (only["prefill_tokens"], only["decode_tokens"], only["prefix_hit_tokens"]) == (9 * 64, decoded, 0)
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    (["--max_seq_length", "32"], "max_seq_length"),
+    (["--n_pages", "2"], "n_pages"),
+    (["--prompts", "FILE"], "no tokenizer"),
+    (["--model_name", "synthetic:E9B"], "synthetic:E9B"),
+    (["--model_name", "tinny"], "'tinny'"),
+])
+def test_what_only_the_engine_can_know_is_one_sentence_too(synthetic, tmp_path, capsys, flags, says):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"text": "hello"}')
+    flags = [str(prompts) if flag == "FILE" else flag for flag in flags]
+    assert script.main([*synthetic, *flags, "--n_prompts", "1", "--stats_path", str(tmp_path / "r.json")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and says in said
+    assert list(tmp_path.iterdir()) == [prompts]
+
+
+def test_another_architecture_is_refused_by_name(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    assert script.main(["--model_name", str(tmp_path), "--stats_path", str(tmp_path / "r.json")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "qwen3" in said.lower()
+
+
+# ---- the command itself
 
 
 def test_an_unknown_model_is_one_sentence_of_the_command_and_leaves_no_file(tmp_path):
     command = [sys.executable, str(SCRIPT), "--model_name", "no such model", "--stats_path", str(tmp_path / "r.json")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    here = os.environ | {"PYTHONPATH": str(ROOT)}      # this checkout, whatever is installed
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=here, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: 'no such model'") and done.stderr.count("\n") == 1, done.stderr
     assert not list(tmp_path.iterdir())

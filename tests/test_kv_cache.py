@@ -16,8 +16,9 @@ TINY = ModelGeometry.from_config(tiny_config())
 
 
 def tables_for(geometry: ModelGeometry, *, pages: int, page_size: int) -> dict[str, PageTable]:
+    windows = {layer.attention_type: layer.window for layer in geometry.layers}
     return {kind: PageTable(kind, n_pages=pages, page_size=page_size, num_slots=3, max_seq_length=8 * page_size,
-                            window=geometry.layers[geometry.owners(kind)[0]].window) for kind in geometry.attention_types}
+                            window=window) for kind, window in windows.items()}
 
 
 def test_only_owner_layers_have_pools_each_at_its_own_head_dim():

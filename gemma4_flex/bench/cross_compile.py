@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._inductor.scheduler  # noqa: F401  (imported before its has_triton is replaced below)
+import torch._inductor.scheduler  # before `pretend` replaces the has_triton it binds
 import torch.utils._pytree as pytree
 import triton
 from torch._inductor.debug import DebugContext

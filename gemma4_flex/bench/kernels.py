@@ -1,13 +1,24 @@
 """What the engine's own attention kernels take on GPUs that are not here: which (tile, stages, warps) fit, and which spill.
 
-`sweep` cross-compiles attention.py's flex_attention call for decode and prefill at both head sizes of the E-series, first
-with torch's default options and then with CANDIDATES. `markdown` turns its record into the table in results/. Nothing
-here says how fast a kernel is.
+`Sweep` cross-compiles attention.py's flex_attention call for decode and prefill at both head sizes of the E-series: with
+torch's default options, with CANDIDATES, and with the rows chosen from these (kernel_options.TABLE) in float32 and on
+the cards that borrow them. Nothing here says how fast a kernel is.
 """
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from gemma4_flex import attention
+from gemma4_flex.bench.cross_compile import GPU, Kernel, compile_kernel, generate
+from gemma4_flex.bench.kernel_page import line
+from gemma4_flex.kernel_options import HEAD_DIMS, TABLE, Fit
 
 # name, compute capability, multiprocessors, bytes of shared memory a block may opt in to (CUDA C++ Programming Guide,
 # table "Technical Specifications per Compute Capability")
@@ -16,7 +27,8 @@ GPUS = {
     "sm_90": ("H100, H200", (9, 0), 132, 232_448),
     "sm_100": ("B200", (10, 0), 148, 232_448),
 }
-HEAD_DIMS = (256, 512)
+# cards that borrow another's rows of kernel_options.TABLE: whose, and their own limit
+RELATIVES = {"sm_86": ("sm_80", 101_376), "sm_89": ("sm_80", 101_376), "sm_120": ("sm_80", 101_376), "sm_103": ("sm_100", 232_448)}
 PHASES = ("decode", "prefill")
 WINDOW = {256: 512, 512: None}      # E-series: sliding layers have head_dim 256, full layers 512
 NUM_HEADS = 8
@@ -55,11 +67,9 @@ CANDIDATES = {
 KNOWN_FIGURES = {("decode", 2): 150_528, ("decode", 3): 282_624, ("prefill", 2): 197_120, ("prefill", 3): 263_168}
 
 
-def engine_call(head_dim: int, phase: str, options: dict[str, int]) -> tuple[Callable, Callable[[], tuple]]:
-    """attention.py's flex call as (fn, make_args) for E2B's shapes in bf16, with `options` as kernel options."""
-    import torch
-
-    from gemma4_flex import attention
+def engine_call(head_dim: int, phase: str, options: dict[str, int], dtype: str = "bfloat16",
+                ) -> tuple[Callable, Callable[[], tuple]]:
+    """attention.py's flex call as (fn, make_args) for E2B's shapes, with `options` as kernel options."""
     num_rows, width = ROWS[phase]
 
     def make_args() -> tuple:
@@ -67,26 +77,24 @@ def engine_call(head_dim: int, phase: str, options: dict[str, int]) -> tuple[Cal
             return torch.empty(num_rows, 1, 1, dtype=torch.int32), torch.empty(num_rows, 1, 1, COLUMNS, dtype=torch.int32)
         table, logical = torch.empty(num_rows + 1, COLUMNS, dtype=torch.int32), torch.empty(NUM_PAGES, dtype=torch.int32)
         slots, first = (torch.empty(num_rows, dtype=torch.int64) for _ in range(2))
-        return (*_qkv(head_dim, num_rows, width), *lists(), *lists(), table, logical, slots, first)
+        return (*_qkv(head_dim, num_rows, width, dtype), *lists(), *lists(), table, logical, slots, first)
 
-    def fn(*tensors: torch.Tensor) -> torch.Tensor:
+    def fn(*tensors: Tensor) -> Tensor:
         return attention._flex(*tensors, page_size=PAGE_SIZE, window=WINDOW[head_dim], q_block=128, options=options)
     return fn, make_args
 
 
 def owner_map_call(phase: str) -> tuple[Callable, Callable[[], tuple]]:
     """The same attention at head_dim 512 under the mask of KNOWN_FIGURES: one owner a page, and no list of whole pages."""
-    import torch
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
     num_rows, width = ROWS[phase]
 
     def make_args() -> tuple:
         lists = torch.empty(num_rows, 1, 1, dtype=torch.int32), torch.empty(num_rows, 1, 1, COLUMNS, dtype=torch.int32)
         owner, logical = (torch.empty(NUM_PAGES, dtype=torch.int64) for _ in range(2))
-        return (*_qkv(512, num_rows, width), *lists, owner, logical, torch.empty(num_rows, dtype=torch.int64))
+        return (*_qkv(512, num_rows, width, "bfloat16"), *lists, owner, logical, torch.empty(num_rows, dtype=torch.int64))
 
-    def fn(q, keys, values, num_blocks, blocks, owner, logical, first):      # noqa: ANN001, ANN202
-        def visible(b, h, q_index, kv):      # noqa: ANN001, ANN202
+    def fn(q, keys, values, num_blocks, blocks, owner, logical, first):
+        def visible(b, h, q_index, kv):
             position = logical[kv // PAGE_SIZE] * PAGE_SIZE + kv % PAGE_SIZE
             return (owner[kv // PAGE_SIZE] == b) & (position <= first[b] + q_index)
         mask = BlockMask.from_kv_blocks(num_blocks, blocks, BLOCK_SIZE=(128, PAGE_SIZE), mask_mod=visible,
@@ -95,107 +103,86 @@ def owner_map_call(phase: str) -> tuple[Callable, Callable[[], tuple]]:
     return fn, make_args
 
 
-def _qkv(head_dim: int, num_rows: int, width: int) -> tuple:
-    import torch
-    return (torch.empty(num_rows, NUM_HEADS, width, head_dim, dtype=torch.bfloat16),
-            *(torch.empty(1, 1, NUM_PAGES * PAGE_SIZE, head_dim, dtype=torch.bfloat16) for _ in range(2)))
+def _qkv(head_dim: int, num_rows: int, width: int, dtype: str) -> tuple:
+    of_dtype = getattr(torch, dtype)
+    return (torch.empty(num_rows, NUM_HEADS, width, head_dim, dtype=of_dtype),
+            *(torch.empty(1, 1, NUM_PAGES * PAGE_SIZE, head_dim, dtype=of_dtype) for _ in range(2)))
 
 
-def cases() -> Iterator[tuple[str, int, str, tuple[int, int] | None, tuple[tuple[int, int], ...]]]:
-    """(arch, head_dim, phase, tile, ((num_stages, num_warps), ...)); tile None: torch's default options."""
-    for head_dim in HEAD_DIMS:
+class Sweep:
+    """Compiles cases, keeping generated kernels: with its tile given, a kernel's source is the same for every card."""
+
+    def __init__(self, progress: Callable[[str], None]):
+        self.progress = progress
+        self.gpus = {arch: GPU(*GPUS[arch]) for arch in GPUS}
+        self.generated: dict[tuple, Kernel] = {}
+
+    def run(self) -> dict:
+        """The record that results/kernel_report.json holds. Half an hour on one core."""
+        return {"torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0],
+                "page_size": PAGE_SIZE, "num_heads": NUM_HEADS, "num_kv_heads": 1,
+                "gpus": {arch: {"name": name, "shared_limit_bytes": limit} for arch, (name, _, _, limit) in GPUS.items()},
+                "known_figures": list(self.known_figures()), "defaults": list(self.defaults()),
+                "candidates": list(self.candidates()), "table_float32": list(self.table_in_float32()),
+                "table_on_relatives": list(self.table_on_relatives())}
+
+    def known_figures(self) -> Iterator[dict]:
+        """KNOWN_FIGURES again, here."""
         for phase in PHASES:
-            for arch in GPUS:
-                yield arch, head_dim, phase, None, ()
-                for tile, shapes in CANDIDATES[head_dim, phase].items():
-                    yield arch, head_dim, phase, tile, shapes
+            kernel = generate(*owner_map_call(phase), self.gpus["sm_90"])
+            for num_stages in (2, 3):
+                options = {"num_stages": num_stages, "num_warps": 8}
+                yield self.row("sm_90", 512, phase, kernel, options, known_shared_bytes=KNOWN_FIGURES[phase, num_stages])
 
+    def defaults(self) -> Iterator[dict]:
+        """torch's own options, which depend on the card."""
+        for arch, head_dim, phase in itertools.product(GPUS, HEAD_DIMS, PHASES):
+            kernel = generate(*engine_call(head_dim, phase, {}), self.gpus[arch])
+            yield self.row(arch, head_dim, phase, kernel, {})
 
-def sweep(progress: Callable[[str], None]) -> dict:
-    """Compile every case; returns the record that results/kernel_report.json holds. Takes about 20 minutes on one core."""
-    import torch
-    import triton
+    def candidates(self) -> Iterator[dict]:
+        """CANDIDATES on every card."""
+        for (head_dim, phase), tiles in CANDIDATES.items():
+            for arch, (tile, shapes) in itertools.product(GPUS, tiles.items()):
+                kernel = self.kernel(head_dim, phase, *tile)
+                for num_stages, num_warps in shapes:
+                    yield self.row(arch, head_dim, phase, kernel, {"num_stages": num_stages, "num_warps": num_warps})
 
-    from gemma4_flex.bench import cross_compile
-    gpus = {arch: cross_compile.GPU(*GPUS[arch]) for arch in GPUS}
+    def table_in_float32(self) -> Iterator[dict]:
+        """The rows of kernel_options.TABLE on their cards with float32 pools."""
+        for (head_dim, phase, arch), fits in TABLE.items():
+            for fit in fits:
+                yield self.row(arch, head_dim, phase, self.kernel_of(head_dim, phase, fit, "float32"), fit.options)
 
-    def row(arch: str, head_dim: int, phase: str, options: dict, compiled: cross_compile.Compiled, **more: object) -> dict:
-        limit = GPUS[arch][3]
-        found = {"head_dim": head_dim, "phase": phase, "arch": arch, **options, "shared_bytes": compiled.shared_bytes,
-                 "shared_limit_bytes": limit, "fits": compiled.shared_bytes <= limit, "registers": compiled.registers,
-                 "spill_bytes": compiled.spill_bytes, **more}
-        progress(_line(found))
+    def table_on_relatives(self) -> Iterator[dict]:
+        """The rows of kernel_options.TABLE on the cards that borrow them."""
+        for relative, (arch, limit) in RELATIVES.items():
+            for (head_dim, phase, of), fits in TABLE.items():
+                for fit in fits if of == arch else ():
+                    kernel = self.kernel_of(head_dim, phase, fit)
+                    yield self.row(relative, head_dim, phase, kernel, fit.options, limit=limit,
+                                   shared_bytes_in_table=fit.shared_bytes["bfloat16"])
+
+    def kernel(self, head_dim: int, phase: str, block_m: int, block_n: int, dtype: str = "bfloat16") -> Kernel:
+        """The engine's kernel with a tile of its own."""
+        key = head_dim, phase, block_m, block_n, dtype
+        if key not in self.generated:
+            tile = {"BLOCK_N": block_n} if phase == "decode" else {"BLOCK_M": block_m, "BLOCK_N": block_n}
+            call = engine_call(head_dim, phase, tile, dtype)
+            self.generated[key] = generate(*call, self.gpus["sm_90"])
+        return self.generated[key]
+
+    def kernel_of(self, head_dim: int, phase: str, fit: Fit, dtype: str = "bfloat16") -> Kernel:
+        """The engine's kernel with the tile of a row of the table."""
+        return self.kernel(head_dim, phase, fit.options.get("BLOCK_M", 16), fit.options["BLOCK_N"], dtype)
+
+    def row(self, arch: str, head_dim: int, phase: str, kernel: Kernel, options: dict, limit: int | None = None,
+            **more: int) -> dict:
+        """Compile `kernel` for `arch` and say what it takes."""
+        compiled = compile_kernel(kernel, int(arch.removeprefix("sm_")), **options)
+        limit = limit or GPUS[arch][3]
+        found = {"head_dim": head_dim, "phase": phase, "arch": arch, **kernel.options, **options,
+                 "shared_bytes": compiled.shared_bytes, "shared_limit_bytes": limit, "fits": compiled.shared_bytes <= limit,
+                 "registers": compiled.registers, "spill_bytes": compiled.spill_bytes, **more}
+        self.progress(line(found))
         return found
-
-    known = []
-    for phase in PHASES:
-        kernel = cross_compile.generate(*owner_map_call(phase), gpus["sm_90"])
-        for num_stages in (2, 3):
-            options = {**kernel.options, "num_stages": num_stages, "num_warps": 8}
-            compiled = cross_compile.compile_kernel(kernel, 90, num_stages=num_stages, num_warps=8)
-            known.append(row("sm_90", 512, phase, options, compiled, known_shared_bytes=KNOWN_FIGURES[phase, num_stages]))
-
-    kernels, rows = [], []
-    generated: dict[tuple, cross_compile.Kernel] = {}
-    for arch, head_dim, phase, tile, shapes in cases():
-        gpu = gpus[arch]
-        if tile is None:
-            kernel = cross_compile.generate(*engine_call(head_dim, phase, {}), gpu)
-            kernels.append(row(arch, head_dim, phase, kernel.options, cross_compile.compile_kernel(kernel, gpu.target)))
-            continue
-        key = head_dim, phase, tile     # with every option given, the source is the same for all cards
-        if key not in generated:
-            options = {"BLOCK_N": tile[1]} if phase == "decode" else {"BLOCK_M": tile[0], "BLOCK_N": tile[1]}
-            generated[key] = cross_compile.generate(*engine_call(head_dim, phase, options), gpu)
-        kernel = generated[key]
-        for num_stages, num_warps in shapes:
-            options = {**kernel.options, "num_stages": num_stages, "num_warps": num_warps}
-            compiled = cross_compile.compile_kernel(kernel, gpu.target, num_stages=num_stages, num_warps=num_warps)
-            rows.append(row(arch, head_dim, phase, options, compiled))
-    return {"torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0], "dtype": "bfloat16",
-            "page_size": PAGE_SIZE, "num_heads": NUM_HEADS, "num_kv_heads": 1,
-            "gpus": {arch: {"name": name, "shared_limit_bytes": limit} for arch, (name, _, _, limit) in GPUS.items()},
-            "defaults": kernels, "candidates": rows, "known_figures": known}
-
-
-def _line(row: dict) -> str:
-    return (f"head_dim {row['head_dim']} {row['phase']:7} {row['arch']:6} {row['BLOCK_M']:3} x {row['BLOCK_N']:<3} "
-            f"stages {row['num_stages']} warps {row['num_warps']}  shared {row['shared_bytes']:>7,} of "
-            f"{row['shared_limit_bytes']:,} {'ok  ' if row['fits'] else 'OVER'}  registers {row['registers']:>3}  "
-            f"spilled {row['spill_bytes']:,}")
-
-
-def markdown(report: dict) -> str:
-    """The report as a page: defaults, candidates by head size and phase, and the figures known from elsewhere."""
-    gpus = ", ".join(f"{arch} ({gpu['name']}): {gpu['shared_limit_bytes']:,} B" for arch, gpu in report["gpus"].items())
-    lines = [
-        "# Attention kernels, cross-compiled", "",
-        f"Made by `scripts/kernel_report.py` with torch {report['torch']} and triton {report['triton']}, no GPU present. "
-        f"The kernels are those of `gemma4_flex/attention.py` in {report['dtype']} over {report['page_size']}-token pages. "
-        "A block may use so much shared memory: " + gpus + ". Registers are per thread (255 is the most there are); "
-        "*spilled* is bytes per thread that went to memory for want of registers. These figures say what fits, "
-        "not what is fast: nothing here was timed on a card.", "",
-        "## torch's default options", ""]
-    lines += _table(report["defaults"], head=True)
-    for head_dim in HEAD_DIMS:
-        for phase in PHASES:
-            lines += ["", f"## head_dim {head_dim}, {phase}", ""]
-            lines += _table([r for r in report["candidates"] if (r["head_dim"], r["phase"]) == (head_dim, phase)])
-    lines += ["", "## Figures known from elsewhere", "",
-              "head_dim 512 on sm_90 under a mask that looks each page's owner up in one map (the engine's own mask goes "
-              "through the page table, and takes a little more or less).", "",
-              "| phase | tile | stages | warps | known | here |", "|---|---|---|---|---|---|"]
-    lines += [f"| {r['phase']} | {r['BLOCK_M']} x {r['BLOCK_N']} | {r['num_stages']} | {r['num_warps']} | "
-              f"{r['known_shared_bytes']:,} | {r['shared_bytes']:,} |" for r in report["known_figures"]]
-    return "\n".join(lines) + "\n"
-
-
-def _table(rows: list[dict], head: bool = False) -> list[str]:
-    where = "head_dim | phase | GPU" if head else "GPU"
-    lines = [f"| {where} | tile | stages | warps | shared memory | fits | registers | spilled |",
-             "|---" * (8 + 2 * head) + "|"]
-    for r in rows:
-        place = f"{r['head_dim']} | {r['phase']} | {r['arch']}" if head else r["arch"]
-        lines.append(f"| {place} | {r['BLOCK_M']} x {r['BLOCK_N']} | {r['num_stages']} | {r['num_warps']} | "
-                     f"{r['shared_bytes']:,} | {'ok' if r['fits'] else 'OVER'} | {r['registers']} | {r['spill_bytes']:,} |")
-    return lines

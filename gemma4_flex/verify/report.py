@@ -12,6 +12,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from gemma4_flex.bench.stats_file import write_json
 from gemma4_flex.engine import FlexEngine
 from gemma4_flex.geometry import ModelGeometry
 from gemma4_flex.params import EngineConfig
@@ -27,8 +28,9 @@ class Verification:
     rows_per_prompt: int
     steps_replayed: int
     steps_eager: int
-    verdict: Verdict
+    notices: list[str]  # what ran otherwise than asked, and why
     layer_notes: list[str]  # "sliding", "full", "sliding reads 2", ... by layer
+    verdict: Verdict
 
     @property
     def broken(self) -> list[Contract]:
@@ -36,7 +38,8 @@ class Verification:
 
     @property
     def file_stem(self) -> str:
-        name = "".join(c if c.isalnum() or c in "-." else "-" for c in self.model_name).strip("-.")
+        last = Path(self.model_name).name.removesuffix(".json")
+        name = "".join(c if c.isalnum() or c in "-." else "-" for c in last)
         parts = ["verify", name, self.config.dtype, self.config.attention, self.config.shared_kv]
         return "_".join([*parts, "captured"] if self.config.capture_cudagraph else parts)
 
@@ -63,9 +66,10 @@ def verify_model(
     return Verification(
         model_name=model_name, config=engine.config, attention_backends=dict(engine.attention_backends),
         prompt_lengths=[len(prompt) for prompt in prompts], rows_per_prompt=max_new_tokens,
-        steps_replayed=engine.stats.steps_replayed, steps_eager=engine.stats.steps_eager, verdict=verdict,
+        steps_replayed=engine.stats.steps_replayed, steps_eager=engine.stats.steps_eager, notices=list(engine.notices),
         layer_notes=[layer.attention_type.removesuffix("_attention")
-                     + ("" if layer.owns_kv else f" reads {layer.kv_owner}") for layer in geometry.layers])
+                     + ("" if layer.owns_kv else f" reads {layer.kv_owner}") for layer in geometry.layers],
+        verdict=verdict)
 
 
 def describe(done: Verification) -> str:
@@ -80,6 +84,7 @@ def describe(done: Verification) -> str:
         f"{done.model_name}: {config.dtype} on {config.device}, {backends}, shared K/V {config.shared_kv}",
         f"prompts of {', '.join(map(str, done.prompt_lengths))} tokens; {done.rows_per_prompt} rows each, along HF's greedy tokens",
         f"decode steps: {done.steps_replayed} replayed, {done.steps_eager} eager",
+        *(f"note: {notice}" for notice in done.notices),
         "Errors are absolute differences from the float64 reference; size is its mean magnitude.",
         "",
         tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", "left", *["right"] * 7)),
@@ -100,24 +105,25 @@ def _numbers(at: Level) -> list[str]:
 
 
 def write(done: Verification, folder: Path, provenance: dict) -> tuple[Path, Path]:
-    """Write `<stem>.json` and `<stem>.png` into `folder`, which is made if need be. `provenance` joins the JSON
-    (versions, commit). Returns both paths."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write `<stem>.json` and `<stem>.png` into `folder`. `provenance` joins the JSON (versions, commit). Returns both
+    paths."""
     json_path, plot_path = folder / f"{done.file_stem}.json", folder / f"{done.file_stem}.png"
-    json_path.write_text(json.dumps(as_json(done) | provenance, indent=1, default=str) + "\n", encoding="utf-8")
+    write_json(as_json(done) | provenance, json_path)
     plot(done, plot_path)
     return json_path, plot_path
 
 
 def as_json(done: Verification) -> dict:
-    """Plain JSON values; errors are against the float64 reference, pooled over prompts and rows."""
+    """Plain JSON values; errors are against the float64 reference, pooled over prompts and rows. A value that is not
+    finite, which JSON cannot hold, becomes its name."""
     fields = dataclasses.asdict(done)
     verdict = fields.pop("verdict")
     for group in ("levels", "by_prompt"):
         for entry, at in zip(verdict[group], getattr(done.verdict, group)):
             entry["ratio"] = at.ratio
-    return {"kind": "verify_numerics", "passed": not done.broken, "device": done.config.device,
-            "dtype": done.config.dtype, **fields, **verdict}
+    value = {"kind": "verify_numerics", "passed": not done.broken, "device": done.config.device,
+             "dtype": done.config.dtype, "shared_kv": done.config.shared_kv, **fields, **verdict}
+    return json.loads(json.dumps(value), parse_constant=str)
 
 
 def plot(done: Verification, path: Path) -> None:

@@ -126,6 +126,7 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
 
     from gemma4_flex.bench import measure, report, roofline
     from gemma4_flex.engine import FlexEngine
+
     name = choose_model(args)
     engine = FlexEngine.from_pretrained(name, config)
     for notice in engine.notices:

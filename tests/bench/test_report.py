@@ -21,7 +21,7 @@ def make_result(*, n_rounds: int = 3, **engine_options) -> dict:
     result = report.build_result(
         benchmark="test", model_name="stub", engine=engine, measurement=measurement, prompts=encoded,
         chat_template="native", prompt_source="bundled", bandwidth=roofline.Bandwidth(1e9, 1 << 20, 3),
-        peak_memory=12345, options={"n_rounds": n_rounds}, notices=engine.notices)
+        peak_memory=12345, options={"n_rounds": n_rounds, "page_size": None}, notices=engine.notices)
     return result | {"commit": "0123456789abcdef"}
 
 

@@ -201,7 +201,7 @@ def test_raw_text_gets_one_bos_and_no_template():
 
 
 def test_a_template_asked_for_by_name_is_refused_for_raw_text_rather_than_dropped():
-    with pytest.raises(PromptError, match="file line 7 .*give it as messages"):
+    with pytest.raises(PromptError, match=r"file line 7 .*give it as messages"):
         workload.encode_prompts([workload.Prompt(text="ab", where="file line 7")], WordTokenizer(), "grpo")
 
 

@@ -15,8 +15,17 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 from gemma4_flex.geometry import ModelGeometry, RopeGeometry
 from gemma4_flex.verify import reference64
 from gemma4_flex.verify.reference64 import (
-    Weights, attend, gelu_tanh, kv_owners, per_layer_inputs, reference_forward, rms_norm, rotary_table, rotate,
-    scaled_lookup, visible,
+    Weights,
+    attend,
+    gelu_tanh,
+    kv_owners,
+    per_layer_inputs,
+    reference_forward,
+    rms_norm,
+    rotary_table,
+    rotate,
+    scaled_lookup,
+    visible,
 )
 from tests.tiny import FULL, SLIDING, VOCAB, tiny_config, tiny_model
 
@@ -106,7 +115,7 @@ def test_k_and_v_weights_of_shared_layers_are_dead():
 def test_a_missing_weight_is_named():
     model = tiny_model()
     state_dict = {key: value for key, value in model.state_dict().items() if "layers.3.mlp.up_proj" not in key}
-    with pytest.raises(ValueError, match="layers.3.mlp.up_proj.weight"):
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp\.up_proj\.weight"):
         reference_forward(state_dict, ModelGeometry.from_config(model.config), [1, 2])
 
 

@@ -1,0 +1,122 @@
+"""Two copies of the weights: a pristine base, and an inference copy that is refreshed in place.
+
+The base is never written. The inference copy is the same tree of modules in which the adapter's targets own their storage
+and everything else is the base's own tensors. A refresh writes `round(base + scaling * B A)`, computed in fp32 and rounded
+once, so that nothing is ever unmerged and the n-th refresh is as exact as the first.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from gemma4_flex.geometry import ModelGeometry
+from gemma4_flex.lora.adapters import (
+    ALL_LINEAR,
+    Adapter,
+    AdapterError,
+    Pair,
+    bind,
+    choose_targets,
+    is_finite,
+    linears_of,
+    load_adapter,
+)
+from gemma4_flex.models.gemma4 import view_of
+
+
+def pristine_view(model: nn.Module) -> nn.Module:
+    """A view of `model`'s own tensors with PEFT's wrappers taken off: the modules below are what was wrapped."""
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    view = view_of(model.get_base_model() if isinstance(model, PeftModel) else model)
+    for module in view.modules():
+        for name, child in list(module._modules.items()):
+            while isinstance(child, BaseTunerLayer):
+                child = module._modules[name] = child.base_layer
+    return view
+
+
+class DoubleCopy:
+    """`base` (a causal LM, plain or wrapped by PEFT) and `inference`, its refreshable twin.
+
+    `targets` are the linears an adapter may ever change: "all-linear", or names by whole path components.
+    """
+
+    def __init__(self, base: nn.Module, targets: str | Iterable[str] = ALL_LINEAR):
+        self.base = pristine_view(base)
+        self.inference = view_of(self.base)
+        paths = choose_targets(self.base, targets)
+        mine, theirs = linears_of(self.inference), linears_of(self.base)
+        self.pristine: dict[str, Tensor] = {path: theirs[path].weight for path in paths}
+        self.merged: dict[str, Tensor] = {}
+        for path in paths:
+            if not self.pristine[path].is_floating_point():
+                raise AdapterError(f"{path} is quantised: its weight cannot be merged in place.")
+            weight = nn.Parameter(self.pristine[path].detach().clone(), requires_grad=False)
+            mine[path]._parameters["weight"] = self.merged[path] = weight
+        self.engine = None
+        self.active: str | None = None
+
+    def attach(self, engine) -> None:
+        """Let `engine`, which runs `inference`, switch adapters, and let every refresh raise its weight epoch."""
+        if engine.model is not self.inference:
+            raise AdapterError("the engine runs another model: build it on this double copy's `inference`.")
+        self.engine, engine.weight_source = engine, self
+
+    def use(self, path: str | None, policy: str = "drain") -> None:
+        """Refresh from the adapter in a directory, or back to the base for None."""
+        self.refresh(None if path is None else load_adapter(path, ModelGeometry.from_config(self.base.config)), policy)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes the inference copy adds to the base: its targets' weights."""
+        return sum(w.numel() * w.element_size() for w in self.merged.values())
+
+    @torch.no_grad()
+    def refresh(self, adapter: Adapter | None, policy: str = "drain") -> None:
+        """Write every target: merged where the adapter has a pair, the base's value elsewhere; None restores the base.
+
+        All targets or none: an adapter that does not fit or is not finite raises AdapterError and changes nothing. The
+        adapter's tensors are read now; overwriting them afterwards changes nothing. `policy` says what becomes of requests
+        that an attached engine is running (`FlexEngine.update_weights`).
+        """
+        pairs = {} if adapter is None else adapter.pairs
+        if adapter is not None:
+            bind(adapter, {path: tuple(weight.shape) for path, weight in self.merged.items()})
+            for path, pair in pairs.items():
+                self._check_finite(adapter.name, path, pair)
+        with self.engine.update_weights(policy) if self.engine else nullcontext():
+            for path, merged in self.merged.items():
+                base = self.pristine[path]
+                merged.copy_(merge(base, pairs[path]) if path in pairs else base)
+        self.active = None if adapter is None else adapter.name
+
+    def _check_finite(self, name: str, path: str, pair: Pair) -> None:
+        """Raise AdapterError unless the merged weight will be finite in the weight's dtype."""
+        if is_finite(pair):
+            largest = torch.finfo(self.merged[path].dtype).max
+            bound = (pair.down.abs().max().float() * pair.up.abs().max().float() * pair.up.shape[1] * abs(pair.scaling)
+                     + self.pristine[path].abs().max().float())
+            if bound < largest or bool(torch.isfinite(merge(self.pristine[path], pair).to(self.merged[path].dtype)).all()):
+                return
+        raise AdapterError(f"adapter {name} is not finite at {path}: nothing was changed. Train it again with a lower rate.")
+
+
+def merge(base: Tensor, pair: Pair) -> Tensor:
+    """`base + scaling * B A` in fp32 (fp64 for an fp64 base), not rounded yet. [out, in]."""
+    wide = torch.promote_types(base.dtype, torch.float)
+    up, down = pair.up.to(base.device, wide), pair.down.to(base.device, wide)
+    return base.to(wide) + (up @ down) * pair.scaling
+
+
+def all_linear_bytes(geometry: ModelGeometry, bytes_per_element: int) -> int:
+    """Bytes that an inference copy of all text linears adds to a base of this geometry."""
+    hidden, ple = geometry.hidden_size, geometry.ple_width
+    count = geometry.num_layers * ple * hidden                     # the prelude's projection
+    for layer in geometry.layers:
+        kv = 2 * layer.num_kv_heads * layer.head_dim if layer.owns_kv else 0
+        count += hidden * (2 * layer.num_heads * layer.head_dim + kv + 3 * layer.mlp_width + 2 * ple)
+    return count * bytes_per_element

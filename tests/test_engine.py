@@ -1,0 +1,575 @@
+"""What a caller gets: Hugging Face's greedy tokens, whoever else runs, and an engine that bad input leaves unharmed."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+
+import pytest
+import torch
+
+from gemma4_flex.engine import FlexEngine, model_stop_ids
+from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
+from gemma4_flex.text import PromptError
+from tests.engines import (
+    SMALL,
+    assert_all_free,
+    assert_greedy_as_hf,
+    greedy,
+    hf_generate,
+    make_engine,
+    some_prompts,
+    tokens_of,
+)
+from tests.tiny import FULL, SLIDING, fake_tokenizer, tiny_model
+
+SEED = 1
+PROMPTS = some_prompts(9, 1, 22, 4, 5, 13)
+POISONED = 50       # an id whose per-layer row is made NaN in some tests
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(SEED)
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> FlexEngine:
+    return make_engine(model)
+
+
+@pytest.fixture(scope="module")
+def captured(model) -> FlexEngine:
+    return make_engine(model, capture_cudagraph=True)
+
+
+@pytest.fixture(scope="module")
+def solo(model):
+    """A request's tokens in an engine that never runs another beside it."""
+    engine = make_engine(model, max_batch_size=1, max_prefill_tokens=64)
+
+    @functools.cache
+    def run(prompt: tuple[int, ...], n: int) -> list[int]:
+        return tokens_of(engine, [list(prompt)], n)[0]
+    return lambda prompt, n: run(tuple(prompt), n)
+
+
+def text_of(ids) -> str:
+    return fake_tokenizer().decode(ids)
+
+
+# ---- Hugging Face's tokens ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("settings", [
+    {}, {"shared_kv": "sidecar"}, {"attention": "flex"}, {"attention": "flex", "shared_kv": "sidecar"}], ids=str)
+def test_greedy_tokens_are_those_of_transformers_generate_batched_and_alone(model, settings):
+    engine = make_engine(model, **settings)
+    expected = [hf_generate(model, prompt, 12) for prompt in PROMPTS]
+    assert tokens_of(engine, PROMPTS, 12) == expected
+    assert [tokens_of(engine, [prompt], 12)[0] for prompt in PROMPTS[:2]] == expected[:2]
+
+
+def test_captured_steps_give_the_same_tokens(model, captured):
+    assert tokens_of(captured, PROMPTS, 12) == [hf_generate(model, prompt, 12) for prompt in PROMPTS]
+    assert captured.stats.steps_eager == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 5, 64])
+def test_tokens_do_not_depend_on_how_prompts_are_cut(model, engine, chunk):
+    prompts = some_prompts(15, 30, 2, 8, seed=6)
+    outputs = tokens_of(make_engine(model, max_prefill_tokens=chunk), prompts, 5)
+    assert outputs == tokens_of(engine, prompts, 5)
+    for prompt, output in zip(prompts, outputs):
+        assert_greedy_as_hf(model, prompt, output)
+
+
+def test_the_oracle_used_here_rejects_one_wrong_token(model):
+    output = hf_generate(model, PROMPTS[0], 6)
+    assert_greedy_as_hf(model, PROMPTS[0], output)
+    with pytest.raises(AssertionError, match="step 3"):
+        assert_greedy_as_hf(model, PROMPTS[0], [*output[:3], output[3] ^ 1, *output[4:]])
+
+
+def test_a_bf16_model_runs_in_bf16_on_every_path():
+    model = tiny_model(SEED, dtype=torch.bfloat16)
+    for settings in ({}, {"shared_kv": "sidecar"}):
+        engine = make_engine(model, **settings)
+        assert engine.config.dtype == "bfloat16"
+        assert {t.dtype for t in engine.runner.cache.tensors().values()} == {torch.bfloat16, torch.int32}
+        assert len(tokens_of(engine, PROMPTS[:2], 4)[0]) == 4
+
+
+# ---- neighbours ---------------------------------------------------------------------------------------------------
+
+def test_eight_prompts_in_three_orders_give_identical_tokens(engine):
+    prompts = some_prompts(3, 11, 1, 18, 7, 26, 5, 9, seed=7)
+    by_order = []
+    for seed in range(3):
+        order = random.Random(seed).sample(range(8), 8)
+        outputs = tokens_of(engine, [prompts[i] for i in order], 8)
+        by_order.append({i: output for i, output in zip(order, outputs)})
+    assert by_order[0] == by_order[1] == by_order[2]
+
+
+@pytest.mark.parametrize("which", ["engine", "captured"])
+def test_sequences_that_join_and_leave_at_different_steps_equal_their_solo_runs(request, solo, which):
+    engine = request.getfixturevalue(which)
+    prompts, joins, lengths = some_prompts(6, 11, 3, 17, seed=8), [0, 2, 5, 5], [5, 8, 3, 12]
+    ids, step = {}, 0
+    while step <= max(joins) or engine.has_work:
+        for n, at in enumerate(joins):
+            if at == step:
+                ids[engine.submit(prompts[n], greedy(lengths[n]))] = n
+        engine.step()
+        step += 1
+    for request_id, n in ids.items():
+        assert engine.completion(request_id).token_ids == solo(prompts[n], lengths[n])
+    assert_all_free(engine)
+
+
+def test_a_pool_that_is_too_small_preempts_and_ends_with_the_same_tokens(model, solo):
+    for settings in ({"capture_cudagraph": True}, {"shared_kv": "sidecar"}):
+        tight = make_engine(model, n_pages=12, **settings)
+        prompts = some_prompts(12, 9, 10, 7, seed=9)
+        done = tight.generate(prompts, greedy(20))
+        assert sum(c.num_preemptions for c in done) == tight.stats.num_preemptions > 0
+        assert [c.token_ids for c in done] == [solo(prompt, 20) for prompt in prompts]
+        assert_all_free(tight)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_any_course_of_submits_cancels_and_ends_on_few_pages_equals_solo_runs(model, solo, seed):
+    engine = make_engine(model, n_pages=13, max_seq_length=44, max_prefill_tokens=7)
+    rng, wanted, cancelled = random.Random(seed), {}, set()
+    prompts = some_prompts(*(rng.randrange(1, 25) for _ in range(14)), seed=seed)
+    for _ in range(150):
+        action = rng.random()
+        unfinished = [i for i in wanted if not engine._requests[i].sequence.is_finished]
+        if action < 0.25 and len(unfinished) < 8:
+            prompt, n = rng.choice(prompts), rng.choice([1, 4, 9, 14])
+            wanted[engine.submit(prompt, greedy(n))] = prompt, n
+        elif action < 0.3 and unfinished:
+            cancelled.add(rng.choice(unfinished))
+            engine.abort(max(cancelled))
+        elif engine.has_work:
+            engine.step()
+        for table in engine.runner.tables.values():
+            table.check()
+    while engine.has_work:
+        engine.step()
+    assert engine.stats.num_preemptions > 0, "the pool was large enough: this proves less than it says"
+    completions = {i: engine.completion(i) for i in wanted}
+    finished = [i for i, c in completions.items() if c.finish_reason == "length"]
+    assert len(finished) > 20
+    assert {i for i, c in completions.items() if c.finish_reason == "abort"} <= cancelled
+    for i in finished:
+        assert completions[i].token_ids == solo(*wanted[i])
+    assert_all_free(engine)
+
+
+# ---- results ------------------------------------------------------------------------------------------------------
+
+def test_results_come_in_input_order_with_one_params_for_all_or_one_a_prompt(engine):
+    each = [greedy(n) for n in (7, 1, 3, 2, 9, 4)]
+    done = engine.generate(PROMPTS, each)
+    assert [c.prompt_ids for c in done] == PROMPTS
+    assert [c.num_output_tokens for c in done] == [7, 1, 3, 2, 9, 4]
+    assert [c.num_prompt_tokens for c in done] == [len(p) for p in PROMPTS]
+    assert {c.finish_reason for c in done} == {"length"}
+    assert [c.text for c in done] == [text_of(c.token_ids) for c in done]
+    same = engine.generate(PROMPTS, greedy(3))
+    assert [c.token_ids for c in same[:1]] == [done[0].token_ids[:3]]
+    with pytest.raises(PromptError, match="6 prompts and 2 SamplingParams"):
+        engine.generate(PROMPTS, each[:2])
+    assert engine.generate([]) == []
+
+
+def test_a_string_a_chat_and_ids_are_the_same_prompt_with_one_bos(engine):
+    text, chat = "user: hi\nmodel: ", [{"role": "user", "content": "hi"}]
+    ids = [2, *fake_tokenizer()(text, add_special_tokens=False)["input_ids"]]
+    done = engine.generate([text, chat, ids, "<bos>" + text], greedy(4))
+    assert all(c.prompt_ids == ids for c in done)
+    assert len({tuple(c.token_ids) for c in done}) == 1
+
+
+def test_a_sequence_ends_at_max_seq_length(engine):
+    done = engine.generate(some_prompts(120), greedy(50))[0]
+    assert (done.num_output_tokens, done.finish_reason) == (8, "length")
+
+
+def test_stats_count_what_was_computed(engine):
+    engine.reset_stats()
+    done = engine.generate(PROMPTS, greedy(5))
+    stats = engine.stats
+    assert stats.prefill_tokens == sum(map(len, PROMPTS))
+    assert stats.decode_tokens == sum(c.num_output_tokens - 1 for c in done)       # the first comes with the prefill
+    assert len(stats.ttft_ms) == len(PROMPTS)
+    assert stats.steps_eager > 0
+    assert stats.steps_replayed == stats.num_preemptions == 0
+
+
+# ---- stops --------------------------------------------------------------------------------------------------------
+
+def stopping_model(stops: list[int]):
+    """A model whose generation config names these stops; its config names 1."""
+    model = tiny_model(SEED)
+    model.generation_config.eos_token_id = stops
+    return model
+
+
+def force(model, prompt: list[int], token: int) -> None:
+    """Edit the tied embedding so that `token`, which the prompt does not hold, is by far the best after the prompt."""
+    assert token not in prompt
+    kept = []
+    hook = model.model.norm.register_forward_hook(lambda m, args, out: kept.append(out[0, -1].clone()))
+    with torch.no_grad():
+        model(torch.tensor([prompt]))
+        model.model.embed_tokens.weight[token] = kept[0]
+    hook.remove()
+
+
+def test_stop_ids_are_the_union_of_tokenizer_config_and_generation_config():
+    model = tiny_model(SEED)
+    model.config.eos_token_id, model.generation_config.eos_token_id = [1, 9], 7
+    tokenizer = fake_tokenizer()
+    tokenizer.eos_token = "a"
+    assert model_stop_ids(model, tokenizer) == {1, 9, 7, 4}
+    assert make_engine(model, tokenizer=tokenizer).stop_ids == {1, 9, 7, 4}
+    model.generation_config.eos_token_id = None
+    assert model_stop_ids(model, None) == {1, 9}
+
+
+def test_a_stop_token_the_models_vocabulary_lacks_is_no_stop_id():
+    tokenizer = fake_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<end_of_turn>"})
+    assert tokenizer.eos_token_id == 64
+    assert make_engine(tiny_model(SEED), tokenizer=tokenizer).stop_ids == {1}
+
+
+@pytest.mark.parametrize("token", [1, 7, 9])
+def test_each_stop_id_ends_a_request_and_is_absent_from_its_text(token):
+    model = stopping_model([1, 7, 9])
+    prompt = [2, 20, 30, 40]
+    force(model, prompt, token)
+    engine = make_engine(model)
+    done = engine.generate([prompt], SamplingParams(max_new_tokens=5))[0]
+    assert (done.token_ids, done.text, done.finish_reason) == ([token], "", "stop")
+    ignored = engine.generate([prompt], greedy(5))[0]
+    assert ignored.token_ids[0] == token
+    assert (ignored.num_output_tokens, ignored.finish_reason) == (5, "length")
+    assert ignored.text == text_of(ignored.token_ids)
+
+
+def test_a_token_no_one_named_does_not_stop():
+    model = stopping_model([1, 7])
+    force(model, [2, 20], 9)
+    done = make_engine(model).generate([[2, 20]], SamplingParams(max_new_tokens=3))[0]
+    assert done.token_ids[0] == 9
+    assert done.finish_reason == "length"
+
+
+def test_a_callers_stop_id_extends_the_models_and_holds_under_ignore_eos(engine):
+    tokens = tokens_of(engine, PROMPTS[:1], 12)[0]
+    caller = tokens[6]
+    first = tokens.index(caller)
+    for ignore_eos in (True, False):
+        params = SamplingParams(max_new_tokens=12, ignore_eos=ignore_eos, stop_token_ids=(caller,))
+        done = engine.generate(PROMPTS[:1], params)[0]
+        assert done.token_ids == tokens[: first + 1]
+        assert (done.text, done.finish_reason) == (text_of(tokens[:first]), "stop")
+
+
+@pytest.mark.parametrize("minimum", [0, 1, 2, 5, 9])
+def test_min_new_tokens_is_transformers_min_new_tokens(minimum):
+    model = tiny_model(SEED)
+    prompts = some_prompts(4, 9, seed=11)
+    free = [hf_generate(model, prompt, 9) for prompt in prompts]
+    stops = sorted({free[0][0], free[0][3], free[1][2], free[1][4]})
+    model.generation_config.eos_token_id = [1, *stops]
+    engine = make_engine(model)
+    params = SamplingParams(max_new_tokens=9, min_new_tokens=minimum)
+    for prompt, done in zip(prompts, engine.generate(prompts, params)):
+        assert done.token_ids == hf_generate(model, prompt, 9, eos_token_id=[1, *stops], min_new_tokens=minimum or None)
+        assert done.num_output_tokens >= minimum
+
+
+def test_min_new_tokens_holds_in_captured_steps_and_only_for_who_asked(captured, solo):
+    tokens = solo(PROMPTS[0], 10)
+    stop = tokens[4]
+    at = tokens.index(stop)
+    params = [greedy(10, stop_token_ids=(stop,), min_new_tokens=minimum) for minimum in (0, at + 2)]
+    done = captured.generate([PROMPTS[0]] * 2, params)
+    assert done[0].token_ids == tokens[: at + 1]
+    assert done[1].token_ids[:at] == tokens[:at]
+    assert stop not in done[1].token_ids[: at + 2]
+    assert done[1].num_output_tokens >= at + 2
+
+
+def test_a_stop_string_over_several_tokens_ends_the_text_before_it(engine):
+    tokens = tokens_of(engine, PROMPTS[:1], 16)[0]
+    text = text_of(tokens)
+    stop = text[5:8]
+    cut = text.index(stop)
+    done = engine.generate(PROMPTS[:1], greedy(16, stop=[stop, "never"]))[0]
+    assert (done.text, done.finish_reason) == (text[:cut], "stop")
+    assert done.token_ids == tokens[: cut + 3]
+    assert_all_free(engine)
+
+
+def test_a_stop_string_completed_by_the_last_token_allowed_is_a_stop(engine):
+    text = text_of(tokens_of(engine, PROMPTS[:1], 16)[0])
+    stop = text[6:9]
+    end = text.index(stop) + 3
+    done = engine.generate(PROMPTS[:1], greedy(end, stop=stop))[0]
+    assert (done.text, done.finish_reason) == (text[: end - 3], "stop")
+
+
+# ---- streaming ----------------------------------------------------------------------------------------------------
+
+def test_streamed_deltas_join_to_the_texts_of_generate(engine):
+    text = text_of(tokens_of(engine, PROMPTS[:1], 14)[0])
+    params = [greedy(14, stop=text[6:9]), greedy(3), greedy(14), greedy(9, stop="zz"), greedy(1), greedy(14)]
+    streamed = list(engine.stream(PROMPTS, params))
+    done = engine.generate(PROMPTS, params)
+    for n, completion in enumerate(done):
+        assert [token for i, token, _ in streamed if i == n] == completion.token_ids
+        assert "".join(delta for i, _, delta in streamed if i == n) == completion.text
+
+
+def test_tokens_are_streamed_as_they_come(engine):
+    stream = engine.stream(PROMPTS[:2], greedy(30))
+    first = list(itertools.islice(stream, 6))
+    assert {i for i, _, _ in first} == {0, 1}
+    assert engine.has_work
+    stream.close()
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_stream_that_is_closed_frees_every_page_and_harms_no_one(engine, solo, after):
+    neighbour = engine.submit(PROMPTS[3], greedy(12))
+    for _ in range(3):
+        stream = engine.stream(PROMPTS[:3], greedy(40))
+        for _ in itertools.islice(stream, after):
+            pass
+        stream.close()
+    while engine.has_work:
+        engine.step()
+    assert engine.completion(neighbour).token_ids == solo(PROMPTS[3], 12)
+    assert engine._requests == {}
+    assert_all_free(engine)
+
+
+# ---- what goes wrong ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("prompt", "match"), [
+    ("", "prompt 1: the prompt is empty"),
+    ([], "prompt 1: the prompt is empty"),
+    ([5, 64], "prompt 1: token id 64 is outside the vocabulary of 64"),
+    ([5, -1], "prompt 1: token id -1 is outside"),
+    ([5] * 128, "prompt 1: .*prompt of 128 tokens.*raise max_seq_length"),
+    (7, "prompt 1: a prompt is a string"),
+])
+def test_a_bad_prompt_is_refused_by_number_before_anything_runs_and_leaves_no_trace(engine, solo, prompt, match):
+    engine.reset_stats()
+    with pytest.raises(PromptError, match=match):
+        engine.generate([PROMPTS[0], prompt, PROMPTS[1]], greedy(4))
+    assert engine.stats.prefill_tokens == 0
+    assert engine._requests == {}
+    assert_all_free(engine)
+    assert tokens_of(engine, PROMPTS[:1], 4)[0] == solo(PROMPTS[0], 4)
+
+
+def test_a_request_that_could_never_fit_the_pool_names_n_pages(model):
+    engine = make_engine(model, n_pages=6)
+    with pytest.raises(ValueError, match="raise n_pages to at least 8"):
+        engine.generate([PROMPTS[2]], greedy(6))
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize(("fields", "match"), [
+    ({"stop_token_ids": (64,)}, "stop_token_ids has 64, which is outside the vocabulary"),
+    ({"stop_token_ids": tuple(range(20)), "min_new_tokens": 1}, "at most 16 stop ids"),
+])
+def test_stop_ids_the_step_cannot_hold_are_refused(engine, fields, match):
+    with pytest.raises(PromptError, match=match):
+        engine.generate(PROMPTS[:1], SamplingParams(**fields))
+    assert_all_free(engine)
+
+
+def test_a_lone_string_is_not_a_list_of_prompts(engine):
+    with pytest.raises(PromptError, match="put the string in a list"):
+        engine.generate("hello")
+
+
+def test_without_a_tokenizer_ids_run_and_stop_strings_are_refused(model):
+    engine = FlexEngine(model, None, EngineConfig(**SMALL))
+    assert engine.generate(PROMPTS[:1], greedy(2))[0].text == ""
+    with pytest.raises(PromptError, match="stop strings need a tokenizer"):
+        engine.generate(PROMPTS[:1], greedy(2, stop="x"))
+
+
+@pytest.mark.parametrize(("settings", "error", "match"), [
+    ({"dtype": "bfloat16"}, ValueError, "the model is in float32"),
+    ({"device": "cuda"}, ValueError, "the model is on cpu"),
+    ({"fa4_prefill": True}, ValueError, "FlashAttention 4 stops at head_dim 128"),
+])
+def test_settings_that_do_not_fit_the_model_are_refused(model, settings, error, match):
+    with pytest.raises(error, match=match):
+        make_engine(model, **settings)
+
+
+def test_a_float16_model_is_refused(model):
+    half = tiny_model(SEED, dtype=torch.float16)
+    with pytest.raises(InvalidParameterError, match="activations overflow"):
+        make_engine(half)
+
+
+def test_a_step_that_raises_ends_the_job_and_the_next_one_is_right(engine, solo, monkeypatch):
+    steps = []
+    honest = engine.runner.decode
+
+    def fails_at_third(sequences, *rest):
+        steps.append(1)
+        if len(steps) == 3:
+            raise RuntimeError("the device is lost")
+        return honest(sequences, *rest)
+    monkeypatch.setattr(engine.runner, "decode", fails_at_third)
+    for job in (lambda: engine.generate(PROMPTS[:2], greedy(9)), lambda: list(engine.stream(PROMPTS[:2], greedy(9)))):
+        steps.clear()
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            job()
+        assert engine._requests == {}
+        assert_all_free(engine)
+    monkeypatch.undo()
+    assert tokens_of(engine, PROMPTS[:2], 9) == [solo(p, 9) for p in PROMPTS[:2]]
+
+
+# ---- logits that are no numbers -----------------------------------------------------------------------------------
+
+def poisoned_engine(**overrides) -> FlexEngine:
+    """An engine on a model that gives NaN wherever the token POISONED is in sight."""
+    model = tiny_model(SEED)
+    with torch.no_grad():
+        model.model.embed_tokens_per_layer.weight[POISONED] = float("nan")
+    return make_engine(model, **overrides)
+
+
+def finite_pools(engine: FlexEngine) -> bool:
+    stores = [engine.runner.cache, *([engine.runner.sidecar] if engine.runner.sidecar else [])]
+    return all(t.isfinite().all() for store in stores for t in store.tensors().values())
+
+
+def without(prompts: list[list[int]], token: int = POISONED) -> list[list[int]]:
+    return [[t if t != token else token + 1 for t in prompt] for prompt in prompts]
+
+
+@pytest.mark.parametrize("overrides", [{}, {"capture_cudagraph": True}, {"shared_kv": "sidecar"}], ids=str)
+def test_a_request_that_turns_to_nan_ends_alone_and_its_pages_serve_the_next(solo, overrides):
+    """The poisoned request decodes healthily at first: its NaN comes with a token it is made to draw."""
+    engine = poisoned_engine(**overrides)
+    prompts = without(some_prompts(9, 5, 12, seed=12))
+    ids = [engine.submit(prompt, greedy(12)) for prompt in prompts]
+    for _ in range(4):
+        engine.step()
+    engine._requests[ids[1]].sequence.output_ids[-1] = POISONED
+    while engine.has_work:
+        engine.step()
+    done = [engine.completion(i) for i in ids]
+    assert [c.finish_reason for c in done] == ["length", "non_finite", "length"]
+    assert done[1].num_output_tokens < 12
+    assert [done[n].token_ids for n in (0, 2)] == [solo(prompts[n], 12) for n in (0, 2)]
+    assert finite_pools(engine)
+    assert_all_free(engine)
+    assert tokens_of(engine, prompts, 12) == [solo(prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("at", [0, 3, 30])
+def test_a_prompt_that_gives_nan_in_any_chunk_spoils_no_later_user_of_its_pages(solo, at):
+    """Chunks are 16 tokens: the NaN of the first lies in sliding pages that are recycled before any logits are made."""
+    engine = poisoned_engine()
+    sick = without(some_prompts(40, seed=13))[0]
+    sick[at] = POISONED
+    healthy = without(some_prompts(6, 21, 33, seed=14))
+    done = engine.generate([healthy[0], sick, *healthy[1:]], greedy(16))
+    assert [c.finish_reason for c in done] == ["length", "non_finite", "length", "length"]
+    assert (done[1].token_ids, done[1].text) == ([], "")
+    assert [c.token_ids for c in (done[0], *done[2:])] == [solo(prompt, 16) for prompt in healthy]
+    assert finite_pools(engine)
+
+
+def test_without_the_check_of_chunks_neighbours_would_break(solo, monkeypatch):
+    engine = poisoned_engine()
+    honest = engine.runner._walk_prefill
+
+    def blind(*args):
+        logits, finite = honest(*args)
+        return logits, torch.ones_like(finite)
+    monkeypatch.setattr(engine.runner, "_walk_prefill", blind)
+    sick = without(some_prompts(40, seed=13))[0]
+    sick[0] = POISONED
+    healthy = without(some_prompts(6, 21, 33, seed=14))
+    done = engine.generate([healthy[0], sick, *healthy[1:]], greedy(16))
+    assert [c.token_ids for c in (done[0], *done[2:])] != [solo(prompt, 16) for prompt in healthy]
+
+
+# ---- forced tokens ------------------------------------------------------------------------------------------------
+
+def test_a_trace_is_one_row_a_position_from_the_last_prompt_token_on(model, engine):
+    trace = engine.trace(PROMPTS[2], [5, 6, 7])
+    assert trace.hidden.shape == (7, 4, 48)
+    assert trace.logits.shape == (4, 64)
+    assert trace.logits.dtype == torch.float32
+    assert_all_free(engine)
+    assert engine._requests == {}
+    assert engine.trace(PROMPTS[0], []).logits.argmax() == hf_generate(model, PROMPTS[0], 1)[0]
+
+
+def test_a_trace_goes_on_through_stop_ids():
+    model = stopping_model([1, 5, 6])
+    assert make_engine(model).trace(PROMPTS[0], [5, 1, 6]).logits.shape[0] == 4
+
+
+def test_a_trace_that_does_not_fit_or_finds_the_engine_busy_is_refused(engine):
+    with pytest.raises(PromptError, match="do not fit max_seq_length=128"):
+        engine.trace(some_prompts(100)[0], [5] * 28)
+    assert engine.trace(some_prompts(100)[0], [5] * 27).logits.shape[0] == 28
+    request_id = engine.submit(PROMPTS[0], greedy(3))
+    with pytest.raises(RuntimeError, match="idle engine"):
+        engine.trace(PROMPTS[0], [5])
+    engine.abort(request_id)
+    engine.completion(request_id)
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+def test_the_memory_report_is_what_was_allocated(model, engine):
+    report = engine.memory_report()
+    per_token = engine.geometry.kv_bytes_per_token(4)
+    for kind, table in engine.runner.tables.items():
+        assert report[f"kv.{kind}"] == per_token[kind] * table.n_pages * table.page_size
+    assert report["weights"] == sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    assert report["sidecar"] == 0
+    sidecar = make_engine(model, shared_kv="sidecar").memory_report()["sidecar"]
+    assert sidecar == 2 * 5 * 128 * (16 + 32) * 4
+
+
+def test_sliding_groups_get_the_pages_their_window_needs_and_no_more(engine):
+    assert engine.runner.tables[FULL].n_pages == 41
+    assert engine.runner.tables[SLIDING].n_pages == 1 + 4 * (1 + 2) + 16 // 4
+
+
+def test_kernels_and_captures_are_made_once_and_only_when_there_is_something_to_run(model):
+    engine = make_engine(model, capture_cudagraph=True, max_batch_size=1)
+    with pytest.raises(PromptError):
+        engine.generate([""])
+    assert engine.runner.graphs == {}
+    engine.submit(PROMPTS[1], greedy(2))        # no job: steps taken one by one are captured as well
+    while engine.has_work:
+        engine.step()
+    graphs = dict(engine.runner.graphs)
+    assert [*graphs] == [1]
+    assert (engine.stats.steps_replayed, engine.stats.steps_eager) == (1, 0)
+    tokens_of(engine, PROMPTS[:1], 2)
+    assert engine.runner.graphs == graphs
