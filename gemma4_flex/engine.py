@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -125,14 +125,16 @@ class FlexEngine:
         self.reset_stats()
 
     @classmethod
-    def from_pretrained(cls, name: str, config: EngineConfig | None = None) -> FlexEngine:
-        """An engine on a named checkpoint: `tiny`, `synthetic:E2B`, a Hugging Face directory or hub id."""
+    def from_pretrained(cls, name: str, config: EngineConfig | None = None,
+                        change: Callable[[nn.Module], nn.Module] = lambda model: model) -> FlexEngine:
+        """An engine on a named checkpoint: `tiny`, `synthetic:E2B`, a Hugging Face directory or hub id. `change` may put
+        another model over the loaded one: `lambda model: DoubleCopy(model).inference`, for one."""
         from gemma4_flex.checkpoints import load_text_model
         config = config or EngineConfig()
         device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         config = replace(config, device=device).resolved(torch.device(device).type)
         loaded = load_text_model(name, dtype=getattr(torch, config.dtype), device=device, seed=config.seed)
-        return cls(loaded.model, loaded.tokenizer, config)
+        return cls(change(loaded.model), loaded.tokenizer, config)
 
     def _page_table(self, kind: str) -> PageTable:
         config, window = self.config, self.geometry.layers[self.geometry.owners(kind)[0]].window

@@ -7,7 +7,8 @@ passes options for both phases, from the table below.
 The rows were **chosen by fit and have not been timed on a card**: scripts/kernel_report.py cross-compiles the engine's
 own kernels, and results/kernel_report.md shows all that were tried. For each head size, phase and architecture come the
 largest tile that fits with two or more stages and no register spilled (torch's own default where it meets that), then
-smaller ones for cards with less shared memory and for shorter pages.
+smaller ones for cards with less shared memory and for shorter pages. In float32, which serves for proofs, the same rows
+are only known to fit; some spill.
 """
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _DECODE_256 = (_decode(64, 2, 4, 76_032, 151_872), _decode(32, 2, 4, 42_112, 84_
 _DECODE_512 = (_decode(64, 2, 8, 149_760, 299_328), _decode(32, 2, 4, 83_072, 166_080), _decode(16, 2, 4, 49_728, 99_520),
                _decode(16, 1, 4, 33_280, 65_536))
 _SMALL_PREFILL_256 = (_prefill(32, 32, 2, 4, 51_328, 102_656), _prefill(16, 16, 2, 4, 25_152, 50_368))
-_SMALL_PREFILL_512 = (_prefill(32, 16, 2, 8, 66_624, 133_312), _prefill(16, 16, 2, 4, 49_728, 99_520), _prefill(16, 16, 1, 4, 33_280, 65_536))
+_SMALL_PREFILL_512 = (_prefill(32, 16, 2, 8, 66_624, 133_312), _prefill(16, 16, 2, 4, 49_728, 99_520),
+                      _prefill(16, 16, 1, 4, 33_280, 65_536))
 
 # (head_dim, phase, architecture) -> options, the best first
 TABLE: dict[tuple[int, str, str], tuple[Fit, ...]] = {

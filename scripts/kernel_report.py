@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
@@ -22,10 +21,10 @@ def main() -> None:
                  "best in an environment of its own")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    from gemma4_flex.bench.kernel_page import markdown  # here, so that without triton the line above is all one sees
+    from gemma4_flex.bench.kernel_page import markdown, record  # here, so that without triton the line above is all one sees
     from gemma4_flex.bench.kernels import Sweep
     report = Sweep(progress=lambda line: print(line, flush=True)).run()
-    (args.out / "kernel_report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (args.out / "kernel_report.json").write_text(record(report))
     (args.out / "kernel_report.md").write_text(markdown(report))
     print(f"written: {args.out / 'kernel_report.json'} and .md")
 

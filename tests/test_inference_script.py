@@ -84,12 +84,12 @@ def refused(capsys, *argv: str) -> str:
     (["--shared_kv", "none"], "'sidecar'"),
     (["--chat_template", "chatml"], "grpo"),
     (["--fa4_prefill"], "FlashAttention-4 stops at head_dim 128"),
-    (["--lora_adapter", "x"], "--lora_adapter: LoRA adapters and 4-bit weights come with part 2"),
-    (["--no_merge_lora"], "part 2"),
-    (["--verify_no_drift"], "part 2"),
-    (["--verify_iterations", "3"], "part 2"),
-    (["--load_in_4bit"], "part 2"),
-    (["--model_name_4bit", "x"], "part 2"),
+    (["--no_merge_lora"], "need an adapter"),
+    (["--verify_no_drift"], "need an adapter"),
+    (["--lora_adapter", "x", "--no_merge_lora", "--verify_no_drift"], "leave out --no_merge_lora"),
+    (["--verify_iterations", "0"], "at least 1"),
+    (["--load_in_4bit"], "not there yet"),
+    (["--model_name_4bit", "x"], "not there yet"),
     (["--prompts", "absent.jsonl"], "absent.jsonl"),
     (["--max_batch", "4"], "unrecognized arguments"),          # no guessing at cut-off names
 ])

@@ -1,5 +1,7 @@
-"""The page results/kernel_report.md, made from results/kernel_report.json. Needs neither torch nor triton."""
+"""How the record of compiled kernels is written down, as JSON and as a page. Needs neither torch nor triton."""
 from __future__ import annotations
+
+import json
 
 
 def line(row: dict) -> str:
@@ -10,6 +12,15 @@ def line(row: dict) -> str:
             f"spilled {row['spill_bytes']:,}")
 
 
+def record(report: dict) -> str:
+    """The report as JSON, one kernel a line."""
+    def block(value: object) -> str:
+        if isinstance(value, list):
+            return "[\n" + ",\n".join(json.dumps(entry) for entry in value) + "\n]"
+        return json.dumps(value)
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {block(value)}" for key, value in report.items()) + "\n}\n"
+
+
 def markdown(report: dict) -> str:
     """The report as a page: defaults, candidates by head size and phase, and the figures known from elsewhere."""
     gpus = ", ".join(f"{arch} ({gpu['name']}): {gpu['shared_limit_bytes']:,} B" for arch, gpu in report["gpus"].items())
@@ -17,8 +28,8 @@ def markdown(report: dict) -> str:
         "# Attention kernels, cross-compiled", "",
         f"Made by `scripts/kernel_report.py` with torch {report['torch']} and triton {report['triton']}, no GPU present. "
         f"The kernels are those of `gemma4_flex/attention.py` over {report['page_size']}-token pages, in bf16 "
-        "unless float32 is named. A block may use so much shared memory: " + gpus + ". Registers are per thread (255 is the most there are); "
-        "*spilled* is bytes per thread that went to memory for want of registers. These figures say what fits, "
+        "unless float32 is named. A block may use so much shared memory: " + gpus + ". Registers are per thread (255 is the "
+        "most there are); *spilled* is bytes per thread that went to memory for want of registers. These figures say what fits, "
         "not what is fast: nothing here was timed on a card.", "",
         "## torch's default options", ""]
     lines += _table(report["defaults"], head=True)

@@ -23,7 +23,7 @@ BENCHMARK = "gemma4_flex_inference"
 HUB_MODEL = "unsloth/gemma-4-E2B-it"
 RUNS = Path(__file__).resolve().parent.parent.parent / "results" / "runs"
 SHOWN = 8          # completions that are printed
-PART_2 = ("lora_adapter", "no_merge_lora", "verify_no_drift", "verify_iterations", "load_in_4bit", "model_name_4bit")
+DRIFT_PROMPTS = 4  # prompts whose logits drift verification compares
 DEFAULTS, SAMPLING = EngineConfig(), SamplingParams()
 
 
@@ -74,18 +74,26 @@ def parser() -> Parser:
     add("--prompts", type=Path, metavar="FILE",
         help="JSONL, one {\"messages\": [...]} or {\"text\": \"...\"} a line (default: the bundled prompts)")
     add("--seed", type=int, default=DEFAULTS.seed, help="for the weights of synthetic models")
-    for name in ("--lora_adapter", "--verify_iterations", "--model_name_4bit"):
-        add(name, help="comes with part 2")
-    for name in ("--no_merge_lora", "--verify_no_drift", "--load_in_4bit"):
-        add(name, action="store_true", default=None, help="comes with part 2")
+    add("--lora_adapter", type=Path, metavar="DIR", help="a PEFT LoRA directory, merged into a second copy of its targets")
+    add("--no_merge_lora", action="store_true", help="run the adapter unmerged, beside the weights, for comparison")
+    add("--verify_no_drift", action="store_true", help="afterwards refresh the adapter many times and prove nothing drifted")
+    add("--verify_iterations", type=int, default=100, help="perturb-and-refresh cycles of --verify_no_drift (default 100)")
+    add("--load_in_4bit", action="store_true", help="4-bit weights: not there yet")
+    add("--model_name_4bit", help="a checkpoint quantised to 4 bits: not there yet")
     return flags
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """Refuse what no model could change. Raises UsageError."""
-    for name in PART_2:
-        if getattr(args, name) is not None:
-            raise UsageError(f"--{name}: LoRA adapters and 4-bit weights come with part 2; leave it out until then")
+    for name in ("load_in_4bit", "model_name_4bit"):
+        if getattr(args, name):
+            raise UsageError(f"--{name}: 4-bit weights are not there yet; leave it out until then")
+    if not args.lora_adapter and (args.verify_no_drift or args.no_merge_lora):
+        raise UsageError("--verify_no_drift and --no_merge_lora need an adapter: give --lora_adapter DIR")
+    if args.no_merge_lora and args.verify_no_drift:
+        raise UsageError("--verify_no_drift proves that merging leaves no trace: leave out --no_merge_lora")
+    if args.verify_iterations < 1:
+        raise UsageError(f"--verify_iterations must be at least 1, not {args.verify_iterations}")
     if args.fa4_prefill:
         raise UsageError("--fa4_prefill: FlashAttention-4 stops at head_dim 128 and Gemma-4's heads are 256 and 512 "
                          "wide; leave it out")
@@ -127,8 +135,17 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
     from gemma4_flex.bench import measure, report, roofline
     from gemma4_flex.engine import FlexEngine
 
-    name = choose_model(args)
-    engine = FlexEngine.from_pretrained(name, config)
+    name, lora = choose_model(args), None
+    if args.lora_adapter:
+        from gemma4_flex.lora.session import LoraSession
+        lora = LoraSession(args.lora_adapter, merge=not args.no_merge_lora)
+        engine = FlexEngine.from_pretrained(name, config, lora.put_on)
+        print("adapter: {directory}, {modules} modules, {how}, {extra_bytes:,} bytes for the second copy".format(
+            how="merged" if lora.merge else "unmerged", **lora.summary()))
+        if lora.adapter.inert:
+            print(f"note: inert, since these layers share their K/V: {', '.join(lora.adapter.inert)}")
+    else:
+        engine = FlexEngine.from_pretrained(name, config)
     for notice in engine.notices:
         print(f"note: {notice}")
     if engine.tokenizer is None and args.prompts is None:
@@ -147,10 +164,20 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
             synchronize=measure.synchronizer(engine.config.device), on_round=lambda done: bar.update())
     peak = measure.peak_memory_bytes(engine.config.device)      # before the bandwidth's own buffers count
     options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    return report.build_result(
+    result = report.build_result(
         benchmark=BENCHMARK, model_name=name, engine=engine, measurement=measurement, prompts=encoded,
         chat_template=template, prompt_source=source, bandwidth=roofline.copy_bandwidth(engine.config.device),
         peak_memory=peak, options=options, notices=engine.notices)
+    result["lora"] = lora and lora.summary()
+    if args.verify_no_drift:
+        from gemma4_flex.lora.session import drift_result, drift_table
+        with tqdm(total=args.verify_iterations, desc="perturb and refresh", disable=quiet) as bar:
+            drift = lora.verify(engine, lambda model: FlexEngine(model, engine.tokenizer, engine.config),
+                                [list(p.ids) for p in encoded[:DRIFT_PROMPTS]], iterations=args.verify_iterations,
+                                on_cycle=lambda n: bar.update())
+        print(f"\n{drift_table(drift)}")
+        result["drift"] = drift_result(drift)
+    return result
 
 
 def is_for_the_user(error: ValueError) -> bool:
@@ -159,7 +186,8 @@ def is_for_the_user(error: ValueError) -> bool:
                           stats_file.StatsPathError)):
         return True
     from gemma4_flex.checkpoints import CheckpointError
-    return isinstance(error, CheckpointError)
+    from gemma4_flex.lora.adapters import AdapterError
+    return isinstance(error, (CheckpointError, AdapterError))
 
 
 def show(result: dict) -> None:
@@ -188,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     from gemma4_flex.bench import report
     report.write_result(result, path)
     print(f"result: {path}")
-    return 0
+    return 1 if not result.get("drift", {"passed": True})["passed"] else 0
 
 
 if __name__ == "__main__":
