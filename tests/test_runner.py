@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gemma4_flex import runner as runner_module
 from gemma4_flex.engine import FlexEngine
 from gemma4_flex.masks import page_mask
+from gemma4_flex.params import SamplingParams
 from gemma4_flex.runner import Runner, buckets_up_to
+from gemma4_flex.sequence import Sequence
 from gemma4_flex.step_graph import CaptureError, NoHostReads
 from tests.engines import (
     assert_all_free,
@@ -90,6 +92,15 @@ def test_a_prefill_step_never_has_more_rows_than_the_largest_bucket(engines):
     runner = engines().runner
     worst = max(sum(-(-n // runner.width) for n in (16 - 3 * k, k, k, k)) for k in range(1, 5))
     assert runner.row_buckets[-1] >= worst
+
+
+def test_stop_ids_are_banned_in_the_rows_of_sequences_too_short_to_stop_and_in_no_others():
+    def sequence(minimum: int, stops: set[int]) -> Sequence:
+        return Sequence(0, [2], SamplingParams(min_new_tokens=minimum), stop_ids=frozenset(stops), max_seq_length=99)
+    ban, banned = runner_module._bans([sequence(0, {1, 7}), sequence(3, {7, 1}), sequence(3, set())], 4)
+    assert ban.tolist() == [False, True, False, False]
+    assert banned.shape == (4, runner_module.MAX_BANNED_IDS)
+    assert set(banned[1].tolist()) == {1, 7}
 
 
 # ---- what a step writes -------------------------------------------------------------------------------------------

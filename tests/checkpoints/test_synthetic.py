@@ -55,7 +55,7 @@ def test_a_synthetic_model_computes_finite_logits_that_the_softcap_bends(size):
     assert 1.5 < capped.std() < 6
     assert (raw - capped).abs().max() > 0.1
     assert capped.argmax(-1).unique().numel() > 40      # not one answer to everything
-    assert all(0.4 < layer.layer_scalar.item() < 0.95 for layer in loaded.model.model.layers)
+    assert all(0.7 < layer.layer_scalar.item() < 0.995 for layer in loaded.model.model.layers)
 
 
 def test_every_earlier_token_of_the_window_moves_the_logits():
