@@ -42,9 +42,9 @@ def flex_obstacle(device_type: str) -> str | None:
     return None
 
 
-def _flex(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor, whole: Tensor,
-          table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int, window: int | None, q_block: int,
-          options: dict | None) -> Tensor:
+def _flex(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor | None,
+          whole: Tensor | None, table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int,
+          window: int | None, q_block: int, options: dict | None) -> Tensor:
     block_mask = BlockMask.from_kv_blocks(
         num_partial, partial, num_whole, whole, BLOCK_SIZE=(q_block, page_size),
         mask_mod=visible(table, logical, slots, first, page_size, window),
@@ -58,9 +58,9 @@ def _compiled_flex():
 
 
 @torch.library.custom_op("gemma4_flex::paged_flex", mutates_args=())
-def _flex_op(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor, whole: Tensor,
-             table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int, window: int, q_block: int,
-             options: str) -> Tensor:
+def _flex_op(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor | None,
+             whole: Tensor | None, table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int, window: int,
+             q_block: int, options: str) -> Tensor:
     # an operator of its own, so that a traced step calls the compiled kernel and not its thousand-fold slower plain form
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT):
         return _compiled_flex()(q, keys, values, num_partial, partial, num_whole, whole, table, logical, slots, first,
@@ -139,7 +139,9 @@ class PagedBackend:
         if self.name == "sdpa":
             return gather_plan(self.group, rows)
         on_cpu = rows.slots.device.type == "cpu"
-        return page_mask(self.group, rows, pad_to=self.group.num_pages if on_cpu else 0)
+        # torch's CUDA decode template splits its work by what is listed as partial where nothing is listed as whole, and by
+        # the length of the whole pool otherwise; the CPU template fails to compile without a list of whole pages
+        return page_mask(self.group, rows, pad_to=self.group.num_pages if on_cpu else 0, list_whole=on_cpu or rows.width > 1)
 
     def attend(self, q: Tensor, owner: int, rows: Rows, plan: PageMask | GatherPlan) -> Tensor:
         """[T, H, D] -> [T, H, D] for the step's rows."""

@@ -79,19 +79,21 @@ def columns_in_view(width: int, page_size: int, window: int | None, columns: int
 
 @dataclass(frozen=True)
 class PageMask:
-    """flex_attention's block lists over pages: partial [R,1,1] and [R,1,1,C], whole likewise (int32, physical pages)."""
+    """flex_attention's block lists over pages: partial [R,1,1] and [R,1,1,C], whole likewise (int32, physical pages), or no
+    lists of whole pages, where all stand among the partial ones."""
     num_partial: Tensor
     partial: Tensor
-    num_whole: Tensor
-    whole: Tensor
+    num_whole: Tensor | None
+    whole: Tensor | None
 
 
-def page_mask(group: KVGroup, rows: Rows, pad_to: int = 0) -> PageMask:
-    """Block lists of `rows` over `group`'s pool; lists are `pad_to` wide at least (torch's CPU kernel wants the pool's)."""
+def page_mask(group: KVGroup, rows: Rows, *, pad_to: int = 0, list_whole: bool = True) -> PageMask:
+    """Block lists of `rows` over `group`'s pool; lists are `pad_to` wide at least (torch's CPU kernel wants the pool's).
+    Without `list_whole` every page in view is listed as partial."""
     span = page_span(rows, group.page_size, group.window)
     columns = columns_in_view(rows.width, group.page_size, group.window, group.columns)
     offset = torch.arange(columns, device=rows.slots.device)
-    num_whole = span.end_whole - span.start_whole
+    num_whole = span.end_whole - span.start_whole if list_whole else torch.zeros_like(span.first)
     num_partial = span.last - span.first + 1 - num_whole
     whole = span.start_whole[:, None] + offset
     partial = span.first[:, None] + offset
@@ -102,7 +104,8 @@ def page_mask(group: KVGroup, rows: Rows, pad_to: int = 0) -> PageMask:
         if pad_to > columns:
             found = torch.nn.functional.pad(found, (0, pad_to - columns))
         return found[:, None, None, :]
-    return PageMask(num_partial.int()[:, None, None], pages(partial), num_whole.int()[:, None, None], pages(whole))
+    counted = num_whole.int()[:, None, None]
+    return PageMask(num_partial.int()[:, None, None], pages(partial), *((counted, pages(whole)) if list_whole else (None, None)))
 
 
 def visible(table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int, window: int | None) -> Callable:

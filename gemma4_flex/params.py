@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from gemma4_flex.kernel_options import check_options
+
 DEFAULT_PAGE_SIZE = {"cuda": 128, "cpu": 32}
 DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 
@@ -172,6 +174,10 @@ class EngineConfig:
                 f"{name}={options!r} cannot be used: give a mapping of option names to values, "
                 'such as {"num_stages": 2}.'
             )
+        try:
+            check_options(options)
+        except ValueError as error:
+            raise InvalidParameterError(f"{name}: {error}") from None
         object.__setattr__(self, name, dict(options))
 
     def resolved(self, device_type: str) -> EngineConfig:

@@ -81,7 +81,8 @@ class Runner:
                 card = torch.cuda.get_device_properties(self.device)
                 head_dim = self.geometry.layers[self.geometry.owners(kind)[0]].head_dim
                 for phase, asked in given.items():
-                    chosen = choose(head_dim, phase, (card.major, card.minor), card.shared_memory_per_block_optin)
+                    chosen = choose(head_dim, phase, (card.major, card.minor), card.shared_memory_per_block_optin,
+                                    dtype=self.config.dtype, page_size=self.config.page_size)
                     options[phase] = chosen if not asked else {**(chosen or {}), **asked}
                 if None in options.values():
                     name = "sdpa"

@@ -67,8 +67,9 @@ def refused(capsys, *argv: str) -> str:
 
 
 @pytest.mark.parametrize(("argv", "says"), [
-    (["--decode_kernel_options", "{BLOCK_M: 32}"], "--decode_kernel_options: not JSON"),
-    (["--prefill_kernel_options", "[1]"], "--prefill_kernel_options: must be a JSON object"),
+    (["--decode_kernel_options", "{BLOCK_M: 32}"], "are not JSON"),
+    (["--prefill_kernel_options", '{"num_stage": 1}'], "'num_stage' is unknown"),
+    (["--prefill_kernel_options", "[1]"], "are not a JSON object"),
     (["--page_size", "48"], "power of two"),
     (["--max_batch_size", "0"], "max_batch_size=0"),
     (["--max_batch_size", "many"], "--max_batch_size"),

@@ -15,7 +15,7 @@ from tests.pools import Filled, decode_rows, filled_group, prefill_rows, queries
 def pool_rows_listed(filled: Filled, rows, pad_to: int = 0) -> list[list[list[int]]]:
     """For each row and each of its counted queries, the pool rows that flex_attention would let it see: all of a whole
     page's, and of a partial page's those the mask_mod lets through."""
-    group, mask = filled.group, page_mask(filled.group, rows, pad_to)
+    group, mask = filled.group, page_mask(filled.group, rows, pad_to=pad_to)
     mask_mod = visible(group.table, group.logical, rows.slots, rows.first, group.page_size, group.window)
     found = []
     for r, count in enumerate(rows.count.tolist()):
@@ -176,3 +176,14 @@ def test_rows_split_and_join_lose_no_token():
     assert rows.split(x).shape == (3, 2, 4, 3)
     assert torch.equal(rows.join(rows.split(x)), x)
     assert torch.equal(decode_rows({1: 0, 2: 0}).join(decode_rows({1: 0, 2: 0}).split(x[:2])), x[:2])
+
+
+def test_without_a_list_of_whole_pages_all_pages_in_view_are_partial():
+    filled = filled_group({1: 100}, page_size=4)
+    rows = decode_rows({1: 98})
+    split, together = page_mask(filled.group, rows), page_mask(filled.group, rows, list_whole=False)
+    assert together.whole is None and together.num_whole is None
+    both = int(split.num_partial) + int(split.num_whole)
+    assert int(together.num_partial) == both > int(split.num_partial)
+    listed = {*split.partial[0, 0, 0, : int(split.num_partial)].tolist(), *split.whole[0, 0, 0, : int(split.num_whole)].tolist()}
+    assert set(together.partial[0, 0, 0, :both].tolist()) == listed

@@ -387,7 +387,8 @@ def backends_on_a_card(engine: FlexEngine, monkeypatch, choose, **config):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(runner_module, "choose", choose)
     monkeypatch.setattr(runner_module, "flex_obstacle", lambda device: None)
-    settings = {"attention": "flex", "decode_kernel_options": {}, "prefill_kernel_options": {}} | config
+    settings = {"attention": "flex", "decode_kernel_options": {}, "prefill_kernel_options": {}, "dtype": "bfloat16",
+                "page_size": 16} | config
     stub = types.SimpleNamespace(device=torch.device("cuda"), cache=engine.runner.cache, geometry=engine.geometry,
                                  notices=[], config=types.SimpleNamespace(**settings))
     return Runner._choose_backends(stub), stub.notices
@@ -395,20 +396,21 @@ def backends_on_a_card(engine: FlexEngine, monkeypatch, choose, **config):
 
 def test_a_type_no_flex_configuration_fits_runs_on_sdpa_by_name_and_leaves_the_other_on_flex(engines, monkeypatch):
     """Head_dim 512 is 32 here."""
-    def choose(head_dim, phase, capability, limit):
-        assert (capability, limit) == ((5, 0), 65_536)
+    def choose(head_dim, phase, capability, limit, *, dtype, page_size):
+        assert (capability, limit, dtype, page_size) == ((5, 0), 65_536, "bfloat16", 16)
         return None if (head_dim, phase) == (32, "prefill") else {"num_stages": 1}
     backends, notices = backends_on_a_card(engines(), monkeypatch, choose)
     assert {kind: b.name for kind, b in backends.items()} == {FULL: "sdpa", SLIDING: "flex"}
     assert backends[SLIDING].options == {"decode": {"num_stages": 1}, "prefill": {"num_stages": 1}}
     assert len(notices) == 1
-    assert notices[0].startswith("full_attention: no flex_attention configuration for head_dim 32 fits Pretend 5 (65,536")
+    assert notices[0].startswith("full_attention: no flex_attention configuration for head_dim 32 fits Pretend 5")
+    assert "(65,536 B" in notices[0]
 
 
 def test_kernel_options_given_by_hand_override_the_table_and_stand_in_for_it(engines, monkeypatch):
     table = {"decode": {"num_stages": 2, "BLOCK_N": 32}, "prefill": None}
     given = {"decode_kernel_options": {"num_stages": 1}, "prefill_kernel_options": {"BLOCK_M": 16}}
-    backends, notices = backends_on_a_card(engines(), monkeypatch, lambda head_dim, phase, *rest: table[phase], **given)
+    backends, notices = backends_on_a_card(engines(), monkeypatch, lambda head_dim, phase, *rest, **more: table[phase], **given)
     assert notices == []
     assert backends[FULL].options == {"decode": {"num_stages": 1, "BLOCK_N": 32}, "prefill": {"BLOCK_M": 16}}
 

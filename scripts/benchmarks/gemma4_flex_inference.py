@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
 
 from gemma4_flex.bench import stats_file, workload
 from gemma4_flex.geometry import UnsupportedModelError
+from gemma4_flex.kernel_options import parse_options
 from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
 from gemma4_flex.scheduler import RequestRefusedError
 from gemma4_flex.text import PromptError
@@ -37,15 +37,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n")
 
 
-def json_object(text: str) -> dict:
-    """The value of a flag that takes a JSON object."""
+def kernel_options(text: str) -> dict:
+    """The value of a flag that takes flex_attention kernel options as a JSON object."""
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON ({error.msg}); write it like '{{\"num_stages\": 2}}'") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object; write it like '{\"num_stages\": 2}'")
-    return value
+        return parse_options(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parser() -> Parser:
@@ -62,8 +59,8 @@ def parser() -> Parser:
     add("--n_pages", type=int, help="pages of the full-attention group (default: what a full batch needs)")
     add("--page_size", type=int, help="tokens a page, a power of two")
     add("--capture_cudagraph", action="store_true", help="replay captured decode graphs (a traced graph on a CPU)")
-    add("--decode_kernel_options", type=json_object, metavar="JSON", help="flex_attention kernel options for decode")
-    add("--prefill_kernel_options", type=json_object, metavar="JSON", help="the same for prefill")
+    add("--decode_kernel_options", type=kernel_options, metavar="JSON", help="flex_attention kernel options for decode")
+    add("--prefill_kernel_options", type=kernel_options, metavar="JSON", help="the same for prefill")
     add("--fa4_prefill", action=argparse.BooleanOptionalAction, help="refused: FlashAttention-4 stops at head_dim 128")
     add("--chat_template", choices=("auto", "grpo", "native"), default="auto")
     add("--stats_path", type=Path, help="where the result goes as JSON (default: a new file in results/runs/)")
