@@ -216,7 +216,7 @@ class Scheduler:
             budget -= span.count
         return spans
 
-    def _can_admit_next(self, budget: int, only_started: bool) -> bool:
+    def _can_admit_next(self, budget: int, only_started: bool = False) -> bool:
         if not self.waiting or not self._free_slots or (only_started and not self.waiting[0].num_preemptions):
             return False
         if not self.running:
