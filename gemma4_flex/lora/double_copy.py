@@ -26,6 +26,8 @@ from gemma4_flex.lora.adapters import (
 )
 from gemma4_flex.models.gemma4 import view_of
 
+SLICE = {"cpu": 1 << 18, "cuda": 1 << 22}      # elements merged at a time
+
 
 def pristine_view(model: nn.Module) -> nn.Module:
     """A view of `model`'s own tensors with PEFT's wrappers taken off: the modules below are what was wrapped."""
@@ -90,8 +92,10 @@ class DoubleCopy:
                 self._check_finite(adapter.name, path, pair)
         with self.engine.update_weights(policy) if self.engine else nullcontext():
             for path, merged in self.merged.items():
-                base = self.pristine[path]
-                merged.copy_(merge(base, pairs[path]) if path in pairs else base)
+                if path in pairs:
+                    _merge_by_rows(merged, self.pristine[path], pairs[path])
+                else:
+                    merged.copy_(self.pristine[path])
         self.active = None if adapter is None else adapter.name
 
     def _check_finite(self, name: str, path: str, pair: Pair) -> None:
@@ -109,7 +113,17 @@ def merge(base: Tensor, pair: Pair) -> Tensor:
     """`base + scaling * B A` in fp32 (fp64 for an fp64 base), not rounded yet. [out, in]."""
     wide = torch.promote_types(base.dtype, torch.float)
     up, down = pair.up.to(base.device, wide), pair.down.to(base.device, wide)
-    return base.to(wide) + (up @ down) * pair.scaling
+    return torch.addmm(base.to(wide), up, down, alpha=pair.scaling)
+
+
+def _merge_by_rows(merged: Tensor, base: Tensor, pair: Pair) -> None:
+    """Write the rounded merge some rows at a time: the fp32 sums of one slice stay in cache, so that memory moves little
+    more than the weight's own bytes in and out."""
+    wide = torch.promote_types(base.dtype, torch.float)
+    up, down = pair.up.to(base.device, wide), pair.down.to(base.device, wide)
+    rows = max(1, SLICE[base.device.type] // base.shape[1])
+    for out, given, left in zip(merged.split(rows), base.split(rows), up.split(rows)):
+        out.copy_(merge(given, Pair(down, left, pair.scaling)))
 
 
 def all_linear_bytes(geometry: ModelGeometry, bytes_per_element: int) -> int:
