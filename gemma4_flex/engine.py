@@ -1,8 +1,9 @@
 """FlexEngine: the loop that ties scheduler, runner and text together."""
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -17,7 +18,7 @@ from gemma4_flex.runner import MAX_BANNED_IDS, Runner
 from gemma4_flex.sampling import NON_FINITE
 from gemma4_flex.scheduler import Scheduler, StepPlan
 from gemma4_flex.sequence import Sequence
-from gemma4_flex.text import Detokenizer, PromptError, encode_prompt
+from gemma4_flex.text import Detokenizer, PromptError, encode_ids, encode_prompt
 
 Prompt = str | Seq[dict] | Seq[int]
 
@@ -88,6 +89,15 @@ class _Request:
     epoch_ended: int | None = None
 
 
+def _uncast(method: Callable) -> Callable:
+    """`method` with the weights' own arithmetic, whatever autocast its caller is in."""
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        with torch.autocast(self.config.device, enabled=False):
+            return method(self, *args, **kwargs)
+    return run
+
+
 class FlexEngine:
     """Generates with a Gemma-4 E-series text model over paged K/V.
 
@@ -97,6 +107,9 @@ class FlexEngine:
 
     def __init__(self, model: nn.Module, tokenizer, config: EngineConfig | None = None):
         config = config or EngineConfig()
+        if not hasattr(model, "lm_head") or not hasattr(getattr(model, "model", None), "layers"):
+            raise ValueError(f"{type(model).__name__} is no causal LM with its text model at .model: give a Gemma4ForCausalLM, "
+                             "for a PEFT model lora.double_copy.DoubleCopy(model).inference, for a name from_pretrained.")
         weight = model.lm_head.weight
         dtype = str(weight.dtype).removeprefix("torch.")
         if config.device not in ("auto", weight.device.type):
@@ -126,14 +139,14 @@ class FlexEngine:
 
     @classmethod
     def from_pretrained(cls, name: str, config: EngineConfig | None = None,
-                        change: Callable[[nn.Module], nn.Module] = lambda model: model) -> FlexEngine:
-        """An engine on a named checkpoint: `tiny`, `synthetic:E2B`, a Hugging Face directory or hub id. `change` may put
-        another model over the loaded one: `lambda model: DoubleCopy(model).inference`, for one."""
+                        change: Callable[[nn.Module], nn.Module] = lambda model: model, *, four_bit: bool = False) -> FlexEngine:
+        """An engine on a named checkpoint: `tiny`, `synthetic:E2B`, a Hugging Face directory or hub id; with `four_bit`, one
+        that bitsandbytes quantised. `change` may put another model over the loaded one (`quantize_4bit`, for one)."""
         from gemma4_flex.checkpoints import load_text_model
         config = config or EngineConfig()
-        device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        config = replace(config, device=device).resolved(torch.device(device).type)
-        loaded = load_text_model(name, dtype=getattr(torch, config.dtype), device=device, seed=config.seed)
+        config = config.resolved("cuda" if torch.cuda.is_available() else "cpu")
+        loaded = load_text_model(str(name), dtype=getattr(torch, config.dtype), device=config.device, seed=config.seed,
+                                 four_bit=four_bit)
         return cls(change(loaded.model), loaded.tokenizer, config)
 
     def _page_table(self, kind: str) -> PageTable:
@@ -145,6 +158,7 @@ class FlexEngine:
                          num_slots=config.max_batch_size + 1, max_seq_length=config.max_seq_length)
 
     @torch.no_grad()
+    @_uncast
     def prepare(self) -> None:
         """Compile kernels and capture decode steps, once. The first job does it, after its prompts were found runnable."""
         if self._prepared:
@@ -158,7 +172,11 @@ class FlexEngine:
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a prompt; the request's id. Raises ValueError, and queues nothing, for one that cannot be run."""
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise PromptError(f"params is a {type(params).__name__}: give a SamplingParams, or a list with one a prompt.")
+        if not self.has_work:
+            self._check_weights()
         ids = encode_prompt(prompt, self.tokenizer, self.geometry.vocab_size, self.geometry.placeholder_ids)
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings need a tokenizer: use stop_token_ids.")
@@ -179,9 +197,14 @@ class FlexEngine:
         self.scheduler.abort(request_id)
 
     def completion(self, request_id: int) -> Completion:
-        """A finished request's completion; the engine forgets the request."""
-        request = self._requests.pop(request_id)
+        """A finished request's completion; the engine forgets the request. Raises ValueError where it is unfinished."""
+        request = self._requests.get(request_id)
+        if request is None:
+            raise ValueError(f"there is no request {request_id}: it was never submitted, or its completion was taken already.")
         sequence = request.sequence
+        if not sequence.is_finished:
+            raise ValueError(f"request {request_id} is not finished: step until it is, or abort it first.")
+        self._forget([request_id])
         started, ended = (self.weight_epoch if e is None else e for e in (request.epoch_started, request.epoch_ended))
         return Completion(list(sequence.prompt_ids), list(sequence.output_ids), request.detokenizer.text,
                           sequence.finish_reason, sequence.num_preemptions, started, ended)
@@ -197,6 +220,7 @@ class FlexEngine:
         events, self._undelivered = self._undelivered, []
         return events + self._run(self.scheduler.plan())
 
+    @_uncast
     def _run(self, plan: StepPlan) -> list[TokenEvent]:
         tokens: dict[int, int] = {}
         for span in plan.prefill:
@@ -273,7 +297,7 @@ class FlexEngine:
         ids = self._submit_all(prompts, params)
         try:
             while any(not self._requests[i].sequence.is_finished for i in ids):
-                self.step()
+                self._step_for(ids)
             return [self.completion(i) for i in ids]
         finally:
             self._drop(ids)
@@ -284,22 +308,38 @@ class FlexEngine:
         ids = self._submit_all(prompts, params)
         index = {request_id: n for n, request_id in enumerate(ids)}
         try:
-            while self._undelivered or any(not self._requests[i].sequence.is_finished for i in ids):
-                for event in self.step():
-                    if event.request_id in index:
-                        yield index[event.request_id], event.token_id, event.text
+            while any(not self._requests[i].sequence.is_finished for i in ids) or self._left_for(index):
+                for event in self._step_for(index):
+                    yield index[event.request_id], event.token_id, event.text
         finally:
             self._drop(ids)
+
+    def _left_for(self, ids: Collection[int]) -> list[TokenEvent]:
+        """Events of these requests that were drawn while someone else stepped."""
+        return [event for event in self._undelivered if event.request_id in ids]
+
+    def _step_for(self, ids: Collection[int]) -> list[TokenEvent]:
+        """What is left for these requests, or else one step's events of them; other requests' wait for their own reader."""
+        events = self._undelivered if self._left_for(ids) else self.step()
+        self._undelivered = [event for event in events if event.request_id not in ids]
+        return [event for event in events if event.request_id in ids]
+
+    def _forget(self, ids: Collection[int]) -> None:
+        for request_id in ids:
+            self._requests.pop(request_id, None)
+        self._undelivered = [event for event in self._undelivered if event.request_id not in ids]
 
     def _drop(self, ids: list[int]) -> None:
         """End and forget what is left of these requests: a job that failed or was closed leaves nothing running."""
         for request_id in ids:
             self.abort(request_id)
-            self._requests.pop(request_id, None)
+        self._forget(ids)
 
     def _submit_all(self, prompts: Seq[Prompt], params) -> list[int]:
-        if isinstance(prompts, str):
-            raise PromptError("generate takes a list of prompts: put the string in a list.")
+        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+            what = "string" if isinstance(prompts, str) else type(prompts).__name__
+            raise PromptError(f"generate takes a list of prompts: put the {what} in a list.")
+        prompts = list(prompts)
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise PromptError(f"{len(prompts)} prompts and {len(each)} SamplingParams: give one for all, or one a prompt.")
@@ -333,6 +373,7 @@ class FlexEngine:
                                    "(tensor.copy_), or make a new engine.")
 
     @torch.no_grad()
+    @_uncast
     def trace(self, prompt_ids: Seq[int], forced_ids: Seq[int]) -> Trace:
         """Run a prompt and then `forced_ids` one paged decode step each, whatever the model would draw, and keep every
         layer's stream. With captured steps the logits are those of the replay."""
@@ -341,11 +382,16 @@ class FlexEngine:
         if len(prompt_ids) + len(forced_ids) >= self.config.max_seq_length:
             raise PromptError(f"{len(prompt_ids)} prompt and {len(forced_ids)} forced ids do not fit "
                               f"max_seq_length={self.config.max_seq_length}: raise it.")
-        self._check_weights()
-        self.prepare()
+        forced_ids = encode_ids(forced_ids, self.geometry.vocab_size, self.geometry.placeholder_ids)
         params = SamplingParams(max_new_tokens=len(forced_ids) + 1, ignore_eos=True)
         request_id = self.submit(list(prompt_ids), params)
-        sequence = self._requests.pop(request_id).sequence
+        try:
+            self.prepare()
+            return self._trace(self._requests[request_id].sequence, forced_ids)
+        finally:
+            self._drop([request_id])
+
+    def _trace(self, sequence: Sequence, forced_ids: list[int]) -> Trace:
         streams, logits = [], []
         for n in range(len(forced_ids) + 1):
             while len(sequence.output_ids) == n:
@@ -357,7 +403,7 @@ class FlexEngine:
                     streams.append(torch.stack([stream[:1] for stream in record]))
                     logits.append(rows[:1].float().clone())
                 token = forced_ids[n] if n < len(forced_ids) else 0
-                self.scheduler.complete(plan, {request_id: token} if wants else {})
+                self.scheduler.complete(plan, {sequence.request_id: token} if wants else {})
         return Trace(torch.cat(streams, dim=1), torch.cat(logits))
 
     # ---- what it is made of -------------------------------------------------------------------------------------
@@ -400,5 +446,7 @@ def model_stop_ids(model: nn.Module, tokenizer) -> frozenset[int]:
     found: set[int] = set()
     for source in (tokenizer, model.config, getattr(model, "generation_config", None)):
         ids = getattr(source, "eos_token_id", None)
+        if source is tokenizer and ids == getattr(source, "unk_token_id", None):
+            continue        # a name that its vocabulary lacks
         found |= set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
     return frozenset(found)

@@ -121,9 +121,11 @@ def _check_consistency(found: dict[str, Any]) -> None:
         (set(types) - {SLIDING, FULL}, f"layer_types holds {sorted(set(types) - {SLIDING, FULL})}"),
         (set(types[: layers - shared]) != set(types),
          f"num_kv_shared_layers={shared} leaves an attention type without a layer that makes its keys and values"),
-        (found["num_attention_heads"] % found["num_key_value_heads"],
+        (shared < 0, f"num_kv_shared_layers is {shared}"),
+        (found["num_key_value_heads"] < 1 or found["num_attention_heads"] % found["num_key_value_heads"],
          "num_attention_heads is not a multiple of num_key_value_heads"),
-        (SLIDING in types and not found["sliding_window"], "sliding layers need a sliding_window"),
+        (found["head_dim"] % 2 or found["global_head_dim"] % 2, "rotary embeddings need an even head_dim and global_head_dim"),
+        (SLIDING in types and (found["sliding_window"] or 0) < 1, "sliding layers need a sliding_window"),
     ]
     for layer_type, kind in ((SLIDING, "default"), (FULL, "proportional")):
         regime = rope.get(layer_type) or {}

@@ -130,6 +130,9 @@ def parse_options(text: str) -> dict:
     except json.JSONDecodeError as error:
         raise ValueError(f"kernel options {text!r} are not JSON ({error.msg} at character {error.pos + 1}): "
                          f"write them like '{EXAMPLE}'.") from None
+    except (ValueError, RecursionError):      # a number of thousands of digits, brackets in brackets without end
+        raise ValueError(f"kernel options that begin {text[:40]!r} are no JSON that can be read: "
+                         f"write them like '{EXAMPLE}'.") from None
     if not isinstance(options, dict):
         raise ValueError(f"kernel options {text!r} are not a JSON object: write them like '{EXAMPLE}'.")
     check_options(options)

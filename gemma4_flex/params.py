@@ -146,6 +146,8 @@ class EngineConfig:
         _require_int("max_seq_length", self.max_seq_length, minimum=2)
         _require_int("max_prefill_tokens", self.max_prefill_tokens, minimum=1)
         _require_int("seed", self.seed, minimum=0)
+        if self.seed >= 1 << 63:
+            raise InvalidParameterError(f"seed={self.seed} cannot be used: give one below 2^63.")
         if self.n_pages is not None:
             # Page 0 is reserved, so a pool of one page holds nothing.
             _require_int("n_pages", self.n_pages, minimum=2)

@@ -5,8 +5,9 @@ captured graph per bucket. Neither asks the device where anything is: page table
 """
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ from gemma4_flex.sampling import NON_FINITE, draw
 from gemma4_flex.scheduler import Span
 from gemma4_flex.sequence import Sequence
 from gemma4_flex.shared_kv import Sidecar
-from gemma4_flex.step_graph import StepGraph
+from gemma4_flex.step_graph import CaptureError, StepGraph
 
 MAX_BANNED_IDS = 16
+VALIDATED_REPLAYS = 3     # of a captured step that has to prove itself
 
 
 def buckets_up_to(most: int, base: int) -> list[int]:
@@ -55,6 +57,8 @@ class Runner:
         self.walk = Gemma4Walk(model, geometry, PagedKV(self.backends, self.sidecar))
         view = self.walk.model
         self.weights = dict(view.named_parameters(remove_duplicate=False)) | dict(view.named_buffers())
+        # dequantising has returned wrong data under capture (bitsandbytes#1308): a quantised step proves itself first
+        self.must_validate = any(getattr(w, "quant_state", None) is not None for w in self.weights.values())
         # on a CPU every size costs seconds of C++ compiling and padding rows next to nothing: few sizes, far apart
         self.buckets = buckets_up_to(config.max_batch_size, 2 if self.device.type == "cuda" else 4)
         self.width = row_width(self.device.type)
@@ -116,14 +120,40 @@ class Runner:
         self.compile_s += time.perf_counter() - start
 
     def capture(self) -> None:
-        """Capture the decode step of every bucket, largest first, in one memory pool."""
+        """Capture the decode step of every bucket, largest first, in one memory pool.
+
+        A step that cannot be captured is an error; one over quantised weights, that or whose replays are not the eager
+        step's, runs eagerly and `notices` say why.
+        """
         start = time.perf_counter()
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._fill([])
-        for size in reversed(self.buckets):
-            self.graphs[size] = StepGraph.capture(lambda size=size: self._decode_step(size), self.static_tensors(), pool=pool)
+        graphs = {}
+        try:
+            for size in reversed(self.buckets):
+                step = functools.partial(self._decode_step, size)
+                graphs[size] = StepGraph.capture(step, self.static_tensors(), pool=pool)
+                if self.must_validate:
+                    self._validate(graphs[size], step)
+        except CaptureError as error:
+            if not self.must_validate:
+                raise
+            graphs = {}
+            self.notices.append(f"decode steps over quantised weights run eagerly: {str(error).splitlines()[0].rstrip(':')}")
+        self.graphs = graphs
         self._synchronise()
         self.capture_s += time.perf_counter() - start
+
+    def _validate(self, graph: StepGraph, step: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """Raise CaptureError unless replays on inputs the graph was not captured on give the eager step's logits, bit for
+        bit. All rows are alike, since all of them are padding and write to the one reserved page."""
+        for n in range(1, 1 + VALIDATED_REPLAYS):
+            self.inputs[0].fill_(n * self.geometry.vocab_size // (VALIDATED_REPLAYS + 2))
+            self.inputs[1].fill_(n % self.config.max_seq_length)
+            eager = step()[1].clone()
+            if not torch.equal(graph.replay()[1], eager):
+                raise CaptureError(f"replay {n} of {VALIDATED_REPLAYS} on new inputs differs from the eager step")
+        self.inputs.zero_()
 
     # ---- decode -------------------------------------------------------------------------------------------------
 
@@ -220,11 +250,13 @@ class Runner:
         return self.walk(step, record)
 
     def scrub(self, sequence: Sequence) -> None:
-        """Zero what a sequence with non-finite values holds, before its pages go to another."""
+        """Zero what a sequence with non-finite values holds, before its pages go to another, and the reserved page and slot:
+        where the weights themselves broke, padding rows wrote there what every captured step reads."""
         for kind, table in self.tables.items():
-            self.cache.groups[kind].scrub(page for _, page in table.held(sequence.slot))
+            self.cache.groups[kind].scrub([0, *(page for _, page in table.held(sequence.slot))])
         if self.sidecar:
             self.sidecar.scrub(sequence.slot)
+            self.sidecar.scrub(0)
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":

@@ -15,25 +15,30 @@ def encode_prompt(prompt: str | Seq[dict] | Seq[int], tokenizer, vocab_size: int
     the tokenizer's own template), or ids taken as they are. Raises PromptError."""
     if isinstance(prompt, str):
         ids = _encode_text(prompt, tokenizer)
-    elif not isinstance(prompt, Seq):
+    elif not isinstance(prompt, Seq) or isinstance(prompt, (bytes, bytearray)):
         raise PromptError("a prompt is a string, a list of messages ({'role': ..., 'content': ...}) or a list of token ids; "
                           f"got {prompt!r}. generate takes a list of prompts.")
     elif prompt and all(isinstance(message, dict) for message in prompt):
         ids = _encode_chat(prompt, tokenizer)
     elif all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-        ids = list(prompt)
+        ids = prompt
     else:
         raise PromptError("a prompt is a string, a list of messages ({'role': ..., 'content': ...}) or a list of token ids; "
                           f"got {type(prompt).__name__} of {sorted({type(x).__name__ for x in prompt})}.")
     if not ids:
         raise PromptError("the prompt is empty: give it at least one token.")
+    return encode_ids(ids, vocab_size, refused_ids)
+
+
+def encode_ids(ids: Seq[int], vocab_size: int, refused_ids: frozenset[int]) -> list[int]:
+    """The ids as a list, once each is one that a text model reads. Raises PromptError."""
     for i in ids:
         if not 0 <= i < vocab_size:
             raise PromptError(f"token id {i} is outside the vocabulary of {vocab_size:,} ids (0 to {vocab_size - 1}).")
         if i in refused_ids:
             raise PromptError(f"token id {i} stands for an image, audio or video, which a text engine cannot read: "
                               "take it out of the prompt.")
-    return ids
+    return list(ids)
 
 
 def _encode_text(text: str, tokenizer) -> list[int]:
@@ -41,7 +46,7 @@ def _encode_text(text: str, tokenizer) -> list[int]:
         raise PromptError("the prompt is empty: give it at least one character.")
     if tokenizer is None:
         raise PromptError("this model has no tokenizer: give prompts as lists of token ids.")
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = _tokenize(text, tokenizer)
     bos = tokenizer.bos_token_id
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
@@ -49,13 +54,30 @@ def _encode_text(text: str, tokenizer) -> list[int]:
 def _encode_chat(messages: Seq[dict], tokenizer) -> list[int]:
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise PromptError("this model's tokenizer has no chat template: give prompts as text or token ids.")
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for n, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise PromptError(f"message {n} of the chat has no role: write {{'role': 'user', 'content': ...}}.")
+        if not isinstance(message.get("content"), (str, list, tuple)) and not message.get("tool_calls"):
+            raise PromptError(f"message {n} of the chat has no content: write {{'role': ..., 'content': 'text'}}.")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:      # a template may raise anything; to a caller it all means this
+        raise PromptError(f"the chat template does not take these messages: {error}") from error
+    ids = _tokenize(text, tokenizer)
     bos = tokenizer.bos_token_id
     if bos is not None and ids.count(bos) != 1:
         raise PromptError(f"the rendered chat holds {ids.count(bos)} BOS tokens and must hold exactly one: "
                           "leave the BOS text out of the messages.")
     return ids
+
+
+def _tokenize(text: str, tokenizer) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"the text holds half a surrogate pair at character {error.start}, which is no character: "
+                          "take it out of the prompt.") from None
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 class Detokenizer:
@@ -65,6 +87,9 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.stop = [s for s in stop if s]
         self.text = ""
+        self._head = ""         # text of the ids before `_settled`, which no later id can change
+        self._settled = 0
+        self._context = 0       # where decoding starts anew: some ids back, since a decoder may treat a first word apart
         self.emitted = 0
         self.stopped = False
 
@@ -72,11 +97,18 @@ class Detokenizer:
         """Take the completion's ids so far (without a stop token); True once a stop string was found, which cuts the text."""
         if self.tokenizer is None or self.stopped:
             return self.stopped
-        self.text = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        before = self._decode(ids[self._context: self._settled])
+        tail = self._decode(ids[self._context:])[len(before):]
+        self.text = self._head + tail
+        if tail and not tail.endswith(REPLACEMENT):
+            self._head, self._context, self._settled = self.text, self._settled, len(ids)
         found = [at for at in (self.text.find(s) for s in self.stop) if at >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)], True
         return self.stopped
+
+    def _decode(self, ids: Seq[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def take(self, finished: bool) -> str:
         """Text not handed out yet. While unfinished, holds back half characters and what may become a stop string."""

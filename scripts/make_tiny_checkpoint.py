@@ -178,14 +178,16 @@ def train(model, corpus: Corpus, minutes: float, tokens: int, lr: float, autocas
             target = labels[:, 1:]
             logits = model.lm_head(hidden[target != IGNORE]).float()
         logits = torch.tanh(logits / 30.0) * 30.0
-        loss = F.cross_entropy(logits, target[target != IGNORE])
+        each = F.cross_entropy(logits, target[target != IGNORE], reduction="none")
+        unsure = 0.05 + 1 - torch.exp(-each.detach())     # a token still in doubt, such as where to stop counting, counts more
+        loss = (each * unsure).sum() / unsure.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(others, 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         step, seen = step + 1, seen + ids.numel()
-        recent.append(loss.item())
+        recent.append(each.mean().item())
         if step % 50 == 0:
             log.append({"step": step, "tokens": seen, "minutes": round(elapsed, 2), "loss": round(sum(recent) / len(recent), 4)})
             print(json.dumps(log[-1]), flush=True)

@@ -148,7 +148,7 @@ def fact(kind: str, rng: random.Random) -> tuple[str, str, str]:
         return ask.format(a, b), f"{a} * {b} = {a * b}.", f"product {a} {b} {phrasing}"
     if kind == "count":
         a = rng.randrange(0, 90)
-        b = a + rng.randrange(2, 10)
+        b = a + rng.randrange(2, 8)
         return ask.format(a, b), ", ".join(map(str, range(a, b + 1))) + ".", f"count {a} {b}"
     if kind == "capital":
         country, city = rng.choice(list(CAPITALS.items()))

@@ -261,6 +261,13 @@ def test_each_stop_id_ends_a_request_and_is_absent_from_its_text(token):
     assert ignored.text == text_of(ignored.token_ids)
 
 
+def test_a_tokenizers_eos_that_its_vocabulary_lacks_is_no_stop_id(model):
+    tokenizer = fake_tokenizer()
+    tokenizer.eos_token = "<end_of_turn>"
+    assert tokenizer.eos_token_id == tokenizer.unk_token_id == 3
+    assert 3 not in model_stop_ids(model, tokenizer)
+
+
 def test_a_token_no_one_named_does_not_stop():
     model = stopping_model([1, 7])
     force(model, [2, 20], 9)
@@ -359,6 +366,28 @@ def test_a_stream_that_is_closed_frees_every_page_and_harms_no_one(engine, solo,
     assert engine.completion(neighbour).token_ids == solo(PROMPTS[3], 12)
     assert engine._requests == {}
     assert_all_free(engine)
+
+
+def test_streams_read_in_turns_and_a_job_between_two_tokens_lose_no_token(engine, solo):
+    first, second = engine.stream([PROMPTS[0]], greedy(8)), engine.stream([PROMPTS[2]], greedy(8))
+    got = ([], [])
+    for one, other in zip(first, second):
+        got[0].append(one[1])
+        got[1].append(other[1])
+        assert tokens_of(engine, [PROMPTS[4]], 3) == [solo(PROMPTS[4], 3)]
+    got[0].extend(token for _, token, _ in first)
+    assert got == (solo(PROMPTS[0], 8), solo(PROMPTS[2], 8))
+    assert engine._undelivered == []
+    assert_all_free(engine)
+
+
+def test_tokens_drawn_by_another_job_wait_for_who_steps_and_go_with_the_completion(engine, solo):
+    read, unread = engine.submit(PROMPTS[0], greedy(4)), engine.submit(PROMPTS[2], greedy(4))
+    engine.generate([PROMPTS[4]], greedy(12))
+    assert engine.completion(unread).token_ids == solo(PROMPTS[2], 4)
+    assert [event.token_id for event in engine.step() if event.request_id == read] == solo(PROMPTS[0], 4)
+    assert engine.completion(read).token_ids == solo(PROMPTS[0], 4)
+    assert engine._undelivered == []
 
 
 # ---- what goes wrong ----------------------------------------------------------------------------------------------
@@ -514,6 +543,25 @@ def test_without_the_check_of_chunks_neighbours_would_break(solo, monkeypatch):
     assert [c.token_ids for c in (done[0], *done[2:])] != [solo(prompt, 16) for prompt in healthy]
 
 
+@pytest.mark.parametrize("overrides", [{"shared_kv": "paged"}, {"shared_kv": "sidecar"}], ids=str)
+def test_weights_that_were_nan_for_a_step_leave_nothing_in_the_reserved_page(overrides):
+    """Three requests in a bucket of four: the padding row writes NaN to page 0, which captured steps gather."""
+    model = tiny_model(SEED)
+    engine = make_engine(model, capture_cudagraph=True, **overrides)
+    expected = tokens_of(engine, PROMPTS[:1], 6)
+    ids = [engine.submit(prompt, greedy(8)) for prompt in PROMPTS[:3]]
+    while not all(engine._requests[i].sequence.output_ids for i in ids):
+        engine.step()
+    weight = model.model.layers[0].mlp.up_proj.weight.data
+    kept = weight.clone()
+    weight.fill_(float("nan"))
+    engine.step()
+    weight.copy_(kept)
+    assert [engine.completion(i).finish_reason for i in ids] == ["non_finite"] * 3
+    assert finite_pools(engine)
+    assert tokens_of(engine, PROMPTS[:1], 6) == expected
+
+
 # ---- forced tokens ------------------------------------------------------------------------------------------------
 
 def test_a_trace_is_one_row_a_position_from_the_last_prompt_token_on(model, engine):
@@ -540,6 +588,83 @@ def test_a_trace_that_does_not_fit_or_finds_the_engine_busy_is_refused(engine):
         engine.trace(PROMPTS[0], [5])
     engine.abort(request_id)
     engine.completion(request_id)
+
+
+@pytest.mark.parametrize("forced", [[5, 64], [-1]])
+def test_a_trace_refuses_forced_ids_the_model_has_not_and_stays_usable(engine, solo, forced):
+    with pytest.raises(PromptError, match="token id"):
+        engine.trace(PROMPTS[0], forced)
+    assert_all_free(engine)
+    assert tokens_of(engine, PROMPTS[:1], 4) == [solo(PROMPTS[0], 4)]
+
+
+def test_a_trace_that_breaks_leaves_nothing_behind(engine, solo, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "decode", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.trace(PROMPTS[0], [5, 6])
+    assert_all_free(engine)
+    assert tokens_of(engine, PROMPTS[:1], 4) == [solo(PROMPTS[0], 4)]
+
+
+# ---- misuse -------------------------------------------------------------------------------------------------------
+
+def test_the_completion_of_a_request_that_runs_or_never_was_is_refused_and_harms_nothing(engine, solo):
+    request_id = engine.submit(PROMPTS[0], greedy(4))
+    engine.step()
+    with pytest.raises(ValueError, match="not finished"):
+        engine.completion(request_id)
+    while engine.has_work:
+        engine.step()
+    assert engine.completion(request_id).token_ids == solo(PROMPTS[0], 4)
+    with pytest.raises(ValueError, match="no request"):
+        engine.completion(request_id)
+
+
+@pytest.mark.parametrize("prompts", ["text", b"text", {"role": "user", "content": "hi"}, 5, None], ids=repr)
+def test_what_is_no_list_of_prompts_is_refused(engine, prompts):
+    with pytest.raises(PromptError, match="takes a list of prompts"):
+        engine.generate(prompts, greedy(2))
+
+
+def test_prompts_may_come_from_a_generator(engine, solo):
+    done = engine.generate((prompt for prompt in PROMPTS[:2]), greedy(3))
+    assert [c.token_ids for c in done] == [solo(prompt, 3) for prompt in PROMPTS[:2]]
+
+
+@pytest.mark.parametrize("params", [{"max_new_tokens": 3}, {}, 5])
+def test_what_is_no_sampling_params_is_refused(engine, params):
+    with pytest.raises(PromptError, match="give a SamplingParams"):
+        engine.generate(PROMPTS[:1], params)
+    assert_all_free(engine)
+
+
+def test_what_is_no_causal_lm_is_refused_with_what_to_give(model):
+    for wrong in (model.model, torch.nn.Linear(3, 3), "tiny"):
+        with pytest.raises(ValueError, match="is no causal LM"):
+            FlexEngine(wrong, None, EngineConfig())
+
+
+@pytest.mark.parametrize("which", ["engine", "captured"])
+def test_a_callers_autocast_changes_nothing(request, solo, which):
+    engine = request.getfixturevalue(which)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tokens_of(engine, PROMPTS[:3], 5) == [solo(prompt, 5) for prompt in PROMPTS[:3]]
+
+
+def test_weights_rebound_between_requests_are_seen_when_one_is_submitted():
+    model = tiny_model(SEED)
+    engine = make_engine(model)
+    up = model.model.layers[0].mlp.up_proj
+    up.weight = torch.nn.Parameter(up.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="layers.0.mlp.up_proj.weight .*rebound"):
+        engine.submit(PROMPTS[0], greedy(2))
+
+
+def test_cuda_is_refused_in_a_sentence_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidParameterError, match="sees no CUDA device"):
+        FlexEngine.from_pretrained("tiny", EngineConfig(device="cuda"))
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ def engines(monkeypatch) -> list:
     """(name, config) of each engine that was made; the engines are stubs."""
     made = []
 
-    def from_pretrained(name, config):
+    def from_pretrained(name, config, change, *, four_bit):
+        assert not four_bit
         engine = stub.StubEngine(RealTime())
         engine.config = config.resolved("cpu")
         made.append((name, config))
@@ -89,8 +90,13 @@ def refused(capsys, *argv: str) -> str:
     (["--verify_no_drift"], "need an adapter"),
     (["--lora_adapter", "x", "--no_merge_lora", "--verify_no_drift"], "leave out --no_merge_lora"),
     (["--verify_iterations", "0"], "at least 1"),
-    (["--load_in_4bit"], "not there yet"),
-    (["--model_name_4bit", "x"], "not there yet"),
+    (["--model_name_4bit", "x"], "leave out --load_in_4bit and --model_name"),
+    (["--double_quant_4bit"], "give both"),
+    (["--load_in_4bit", "--dtype", "float32"], "compute in bfloat16"),
+    (["--lora_4bit", "requantize", "--lora_adapter", "x"], "--lora_4bit is for an adapter over 4-bit weights"),
+    (["--lora_4bit", "unmerged", "--load_in_4bit"], "give --lora_adapter"),
+    (["--load_in_4bit", "--lora_adapter", "x", "--lora_4bit", "requantize", "--no_merge_lora"], "leave out one of them"),
+    (["--load_in_4bit", "--lora_adapter", "x", "--verify_no_drift"], "give --lora_4bit requantize"),
     (["--prompts", "absent.jsonl"], "absent.jsonl"),
     (["--max_batch", "4"], "unrecognized arguments"),          # no guessing at cut-off names
 ])
@@ -114,7 +120,7 @@ def test_an_unwritable_stats_path_is_found_out_before_the_run(capsys, engines, t
 
 
 def test_a_bug_is_not_dressed_up_as_the_users_mistake(monkeypatch, engines, tmp_path):
-    def broken(*_):
+    def broken(*_, **__):
         raise ValueError("internal")
 
     monkeypatch.setattr(sys.modules["gemma4_flex.engine"].FlexEngine, "from_pretrained", broken)
@@ -207,6 +213,55 @@ def test_a_captured_run_replays_every_decode_step_and_gives_the_eager_runs_token
     decoded = sum(len(ids) - 1 for ids in tokens[0])      # the first of each comes from the prefill
     [only] = captured["rounds"]
     assert (only["prefill_tokens"], only["decode_tokens"], only["prefix_hit_tokens"]) == (9 * 64, decoded, 0)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> list[str]:
+    """The same at widths that 4 bits can hold."""
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(stub.CONFIG | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "global_head_dim": 64}))
+    return ["--model_name", f"synthetic:{path}", "--device", "cpu", "--attention", "sdpa", "--max_new_tokens", "6",
+            "--max_batch_size", "2", "--max_seq_length", "128", "--n_rounds", "1"]
+
+
+def test_a_4_bit_run_prints_its_plan_counts_its_real_bytes_and_says_that_its_steps_run_eagerly(wide, tmp_path, capsys):
+    packed = run(tmp_path, *wide, "--load_in_4bit", "--double_quant_4bit", "--capture_cudagraph")
+    said = capsys.readouterr().out
+    assert "quantised: q_proj 6, k_proj 4" in said and "nf4 and bfloat16" in said
+    assert "note: decode steps over quantised weights run eagerly" in said
+    assert packed["steps_replayed"] == 0 and packed["steps_eager"] > 0 and "run eagerly" in packed["notices"][0]
+    assert packed["dtype"] == packed["four_bit"]["compute_dtype"] == "bfloat16" and packed["four_bit"]["double_quant"]
+    assert len(packed["four_bit"]["quantized"]) == 38 and "lm_head" in packed["four_bit"]["kept"]
+    plain = run(tmp_path, *wide, "--dtype", "bfloat16")
+    assert plain["four_bit"] is None
+    assert packed["floor"]["step_weight_bytes"] == packed["four_bit"]["step_weight_bytes"] < plain["floor"]["step_weight_bytes"] / 2
+    assert packed["floor"]["kv_bytes_per_step"] == plain["floor"]["kv_bytes_per_step"]
+
+
+def test_an_adapter_over_4_bit_weights_runs_unmerged_or_requantised_and_drift_is_verified(wide, tmp_path, capsys):
+    import torch
+
+    from gemma4_flex.checkpoints import load_text_model
+    from gemma4_flex.lora.adapters import random_adapter, save_adapter
+    model = load_text_model(wide[1], dtype=torch.bfloat16, device="cpu").model
+    save_adapter(random_adapter(model, "all-linear", rank=2, alpha=4, strength=0.3, seed=0), tmp_path / "adapter", base="synthetic")
+    flags = [*wide, "--load_in_4bit", "--lora_adapter", str(tmp_path / "adapter")]
+    unmerged = run(tmp_path, *flags)
+    assert not unmerged["lora"]["merged"] and unmerged["lora"]["deviation"] is None
+    merged = run(tmp_path, *flags, "--lora_4bit", "requantize", "--verify_no_drift", "--verify_iterations", "2")
+    said = capsys.readouterr().out
+    assert merged["lora"]["merged"] and merged["lora"]["deviation"]["base"] == "dequantised 4-bit base"
+    assert merged["lora"]["deviation"]["mean_abs"] > 0 and "requantised: 38 modules against the dequantised 4-bit base" in said
+    assert merged["drift"]["passed"] and "no drift after 2" in said
+    accuracy = next(t for t in merged["drift"]["tiers"] if t["name"] == "accuracy")
+    assert "does not apply to 38 4-bit targets" in accuracy["detail"]
+
+
+def test_4_bit_without_bitsandbytes_and_a_model_that_is_not_quantised_are_one_sentence(wide, tmp_path, capsys, monkeypatch):
+    assert "is not quantised" in refused(capsys, "--model_name_4bit", "tiny", "--stats_path", str(tmp_path / "r.json"))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert "pip install bitsandbytes" in refused(capsys, *wide, "--load_in_4bit", "--stats_path", str(tmp_path / "r.json"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("flags", "says"), [

@@ -145,7 +145,8 @@ def test_valid_json_is_returned_as_given():
     assert parse_options("{}") == {}
 
 
-@pytest.mark.parametrize("text", ["", "{", "BLOCK_N=32", "{'BLOCK_N': 32}", '{"BLOCK_N": 32,}', "[1]", "3", "null", '"BLOCK_N"'])
+@pytest.mark.parametrize("text", ["", "{", "BLOCK_N=32", "{'BLOCK_N': 32}", '{"BLOCK_N": 32,}', "[1]", "3", "null", '"BLOCK_N"',
+                                  '{"BLOCK_N": ' + "1" * 5000 + "}", "[" * 100_000], ids=lambda text: text[:20])
 def test_what_is_not_a_json_object_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match=r'write them like \'\{"BLOCK_N": 32, "num_stages": 2\}\''):
         parse_options(text)

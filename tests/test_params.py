@@ -68,6 +68,7 @@ def test_stop_takes_a_text_or_a_list_and_keeps_no_reference_to_it():
         ("decode_kernel_options", "num_stages=2", "mapping"),
         ("prefill_kernel_options", {1: 2}, "mapping"),
         ("seed", -1, "at least 0"),
+        ("seed", 1 << 63, "below 2"),
     ],
 )
 def test_a_bad_engine_value_is_refused_in_one_sentence_that_names_field_and_fix(field, value, named):

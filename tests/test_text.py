@@ -64,7 +64,7 @@ def test_a_placeholder_id_is_refused():
         encode([5, 60], refused=frozenset({60}))
 
 
-@pytest.mark.parametrize("prompt", [[1, "a"], [True], [None], {"role": "user", "content": "x"}, 7, [1.5]])
+@pytest.mark.parametrize("prompt", [[1, "a"], [True], [None], b"ab", {"role": "user", "content": "x"}, 7, [1.5]])
 def test_what_is_no_prompt_is_refused_with_the_three_that_are(prompt):
     with pytest.raises(PromptError, match="a string, a list of messages"):
         encode(prompt)
@@ -75,6 +75,31 @@ def test_text_without_a_tokenizer_is_refused_and_ids_are_not(prompt, match):
     with pytest.raises(PromptError, match=match):
         encode(prompt, tokenizer=None)
     assert encode([5], tokenizer=None) == [5]
+
+
+@pytest.mark.parametrize(("message", "match"), [
+    ({"content": "hi"}, "message 1 of the chat has no role"),
+    ({}, "message 1 of the chat has no role"),
+    ({"role": "user"}, "message 1 of the chat has no content"),
+    ({"role": "user", "content": None}, "message 1 of the chat has no content"),
+    ({"role": "user", "content": 3}, "message 1 of the chat has no content"),
+])
+def test_a_message_that_a_template_would_render_as_nothing_is_refused(message, match):
+    with pytest.raises(PromptError, match=match):
+        encode([*CHAT, message])
+
+
+def test_what_the_template_itself_refuses_is_a_prompt_error():
+    strict = fake_tokenizer()
+    strict.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(PromptError, match="does not take these messages: roles must alternate"):
+        encode(CHAT, tokenizer=strict)
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800b", [{"role": "user", "content": "a\ud800b"}]])
+def test_half_a_surrogate_pair_is_refused(prompt):
+    with pytest.raises(PromptError, match="half a surrogate pair"):
+        encode(prompt)
 
 
 def test_a_chat_without_a_template_is_refused():
@@ -162,3 +187,17 @@ def test_random_texts_and_stops_stream_to_what_a_search_in_the_whole_text_gives(
         cut = next((min(at) for n in range(1, len(text) + 1)
                     if (at := [text[:n].find(s) for s in stops if s in text[:n]])), len(text))
         assert "".join(deltas) == detokenizer.text == text[:cut], (text, stops)
+
+
+def test_a_long_completion_is_decoded_a_few_ids_at_a_time():
+    class Counting:
+        bos_token_id, widest = 2, 0
+
+        def decode(self, ids, **kwargs):
+            self.widest = max(self.widest, len(ids))
+            return TOKENIZER.decode(ids, **kwargs)
+    ids = ids_of("a long completion, " * 20)
+    counting = Counting()
+    deltas, detokenizer = streamed(ids, tokenizer=counting)
+    assert "".join(deltas) == detokenizer.text == "a long completion, " * 20
+    assert counting.widest <= 3

@@ -114,10 +114,11 @@ def _round(done: Round, prompt_tokens: int, floor: DecodeFloor) -> dict:
 
 def build_result(*, benchmark: str, model_name: str, engine, measurement: Measurement, prompts: Sequence[EncodedPrompt],
                  chat_template: str, prompt_source: str, bandwidth: Bandwidth, peak_memory: int, options: dict,
-                 notices: Sequence[str] = ()) -> dict:
+                 notices: Sequence[str] = (), four_bit: dict | None = None) -> dict:
     """The result of one run as plain JSON values, complete by `check_result`.
 
-    `options` are the caller's own settings (rounds, prompts, lengths); the engine's resolved config joins them.
+    `options` are the caller's own settings (rounds, prompts, lengths); the engine's resolved config joins them. `four_bit`
+    is `checkpoints.four_bit.describe_4bit` of a model with 4-bit weights.
     """
     config, geometry, rounds = engine.config, engine.geometry, measurement.rounds
     element = ELEMENT_BYTES[config.dtype]
@@ -130,7 +131,7 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
 
     def floor_of(done: Round) -> DecodeFloor:
         return decode_floor(geometry, lengths, steps=done.steps, bytes_per_element=element,
-                            bytes_per_s=bandwidth.bytes_per_s)
+                            bytes_per_s=bandwidth.bytes_per_s, weight_bytes=four_bit and four_bit["step_weight_bytes"])
 
     summaries = {
         "decode_tps": summarize([r.decode_tps for r in rounds]),
@@ -169,7 +170,7 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
         "kv_bytes_per_token": dict(geometry.kv_bytes_per_token(element)),
         "completions": completions,
         "answers": {"asked": len(asked), "exact": sum(c["text"].strip() == c["expected"] for c in asked)},
-        "notices": list(notices),
+        "notices": list(notices), "four_bit": four_bit,
     }
     check_result(result)
     return result
@@ -218,7 +219,7 @@ def ranking(results: Sequence[dict]) -> str:
         reason = why_not_ranked(result)
         if reason:
             raise IncompleteResult(f"no ranking: result {number} ({result['model_name']}): {reason}")
-    rows = [[r["model_name"], r["device_name"], r["dtype"], _backends(r), r["batch"],
+    rows = [[r["model_name"], r["device_name"], _dtype(r), _backends(r), r["batch"],
              _span(r["workload"]["prompt_tokens"]), _span(r["workload"]["output_tokens"]),
              _with_spread(r, "prefill_tps"), _with_spread(r, "decode_tps"), f"{r['floor_fraction']:.0%}",
              r["commit"][:8] + ("-dirty" if r["commit"].endswith("-dirty") else "")]
@@ -231,6 +232,11 @@ def ranking(results: Sequence[dict]) -> str:
 
 def _backends(result: dict) -> str:
     return ", ".join(f"{group} {backend}" for group, backend in sorted(result["attention_backends"].items()))
+
+
+def _dtype(result: dict) -> str:
+    four_bit = result.get("four_bit")
+    return result["dtype"] if not four_bit else f"{four_bit['quant_type']} and {result['dtype']}"
 
 
 def _span(lengths: dict) -> str:
@@ -259,7 +265,7 @@ def table(result: dict) -> str:
     if result["floor_fraction"] is not None:
         reached = f"{floor['ms_per_step']:.3f} ms, {result['floor_fraction']:.1%} of it reached"
     rows = [
-        ("model", f"{result['model_name']}, {result['dtype']} on {result['device_name']}"),
+        ("model", f"{result['model_name']}, {_dtype(result)} on {result['device_name']}"),
         ("attention", f"{_backends(result)}; shared layers {result['shared_kv']}"),
         ("prompts", f"{workload['n_prompts']}, batch {result['batch']}, {len(result['rounds'])} rounds after warm-up"),
         ("prompt tokens", _span(workload["prompt_tokens"])),

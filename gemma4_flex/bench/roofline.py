@@ -61,16 +61,18 @@ class DecodeFloor:
 
 
 def decode_floor(geometry, lengths: Iterable[tuple[int, int]], *, steps: int, bytes_per_element: int,
-                 bytes_per_s: float) -> DecodeFloor:
+                 bytes_per_s: float, weight_bytes: int | None = None) -> DecodeFloor:
     """The floor of the decode steps that made `lengths`, pairs of (prompt tokens, output tokens) a request.
 
     A step reads every weight but the PLE table once, whatever the batch, and each owner layer's K/V in view once (a
     shared layer's second read of it may come from a cache, so the floor leaves it out). The first output token comes
-    from the prefill; output token j+1 is drawn from a step that sees prompt + j tokens.
+    from the prefill; output token j+1 is drawn from a step that sees prompt + j tokens. `weight_bytes` is what a step reads
+    where not every weight has `bytes_per_element`.
     """
     lengths = list(lengths)
     longest = max((prompt + output for prompt, output in lengths), default=0)
     view = [geometry.kv_cache_bytes(tokens, bytes_per_element) for tokens in range(longest + 1)]
     upto = list(accumulate(view, initial=0))       # upto[t] = bytes of views of fewer than t tokens, added up
     kv_bytes = sum(upto[prompt + output] - upto[prompt + 1] for prompt, output in lengths if output > 1)
-    return DecodeFloor(geometry.step_weight_bytes(bytes_per_element), kv_bytes, steps, bytes_per_s)
+    weights = geometry.step_weight_bytes(bytes_per_element) if weight_bytes is None else weight_bytes
+    return DecodeFloor(weights, kv_bytes, steps, bytes_per_s)

@@ -16,20 +16,27 @@ def check_writable(path: str | Path) -> Path:
     path = Path(path)
     if path.is_dir():
         raise StatsPathError(f"can't write {path}: it is a directory; name a file in it")
+    if path.exists() and not path.is_file():      # a rename over /dev/null would put a file in the device's place
+        raise StatsPathError(f"can't write {path}: it is a device or a pipe; name an ordinary file")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise StatsPathError(
-            f"can't write {path}: {error.strerror or error}; name a file in an existing, writable directory") from None
+        handle, beside = _open_beside(path)
+        os.close(handle)
+        os.unlink(beside)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise StatsPathError(f"can't write {path}: {why}; name a file in an existing, writable directory") from None
     return path
+
+
+def _open_beside(path: Path) -> tuple[int, str]:
+    return tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
 
 
 def write_json(value: dict, path: str | Path) -> None:
     """Write `value` as JSON: all of it or, whatever happens, none (written beside the target, then renamed over it)."""
     path = Path(path)
     text = json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, beside = _open_beside(path)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

@@ -87,6 +87,13 @@ def _prompt(line: str, where: str) -> Prompt:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise PromptError(f"{where} is not JSON ({error.msg}, column {error.colno}); write {EXAMPLE}") from None
+    except (ValueError, RecursionError):      # a number of thousands of digits, brackets in brackets without end
+        raise PromptError(f"{where} is no JSON that can be read; write {EXAMPLE}") from None
+    try:
+        json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise PromptError(f"{where} holds half a surrogate pair (\\ud800 to \\udfff alone), which is no character; "
+                          "take it out") from None
     if isinstance(entry, str):
         entry = {"text": entry}
     if not isinstance(entry, dict) or ("text" in entry) == ("messages" in entry):
@@ -159,7 +166,10 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer, mode: str = "auto") -> 
         else:
             raise PromptError(f"{prompt.where} is plain text, which takes no chat template; "
                               f"give it as messages, or leave out --chat_template {mode}")
-        encoded.append(EncodedPrompt(prompt, text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])))
+        ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if (count := ids.count(getattr(tokenizer, "bos_token_id", None))) > 1:
+            raise PromptError(f"{prompt.where} has {count} BOS tokens where one begins a prompt; leave the BOS text out of it")
+        encoded.append(EncodedPrompt(prompt, text, ids))
     return encoded
 
 

@@ -2,12 +2,12 @@
 
 The tensors are read one by one from the safetensors files straight into an empty text model. What must be there is
 known before anything is allocated: a missing, surplus or misshapen tensor is named in the error, towers are never read,
-and the k/v tensors that some checkpoints carry for KV-shared layers are neither required nor used.
+and the k/v tensors that some checkpoints carry for KV-shared layers are neither required nor used. Linears that are
+packed in 4 bits are read by `prequantized`, where they were asked for.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from gemma4_flex.checkpoints.files import INDEX, locate, open_tensors, read_json
+from gemma4_flex.checkpoints.prequantized import check_dtype, check_packed, check_quantization, load_packed, packed_linears
 from gemma4_flex.checkpoints.published import check_claim
 from gemma4_flex.checkpoints.skeleton import (
     CheckpointError,
@@ -28,28 +30,35 @@ from gemma4_flex.checkpoints.skeleton import (
 from gemma4_flex.geometry import ModelGeometry
 
 NAMES = "tiny, synthetic:E2B, synthetic:E4B, synthetic:Bolt, synthetic:<config.json> or a local Hugging Face directory"
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 SHARED_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def load_directory(path: Path, *, dtype: torch.dtype, device: str, source: str | None = None) -> LoadedModel:
-    """The text model of the Hugging Face checkpoint in directory `path`, cast to `dtype`, on `device`.
+def load_directory(path: Path, *, dtype: torch.dtype, device: str, source: str | None = None,
+                   four_bit: bool = False) -> LoadedModel:
+    """The text model of the Hugging Face checkpoint in directory `path`, cast to `dtype`, on `device`; with `four_bit`, of
+    one whose linears bitsandbytes quantised.
 
     Raises UnsupportedModelError for a config that cannot be run, before any weight is read, and CheckpointError for
     files that do not make up the model.
     """
     config = read_json(path / "config.json")
     geometry = ModelGeometry.from_config(config)
-    if quantized := [key for key in ("quantization_config", "quantization") if config.get(key)]:
-        raise CheckpointError(f"{path} is a quantised checkpoint ({quantized[0]} in config.json): "
-                              "name the bf16 checkpoint it was made from")
+    check_quantization(path, config, four_bit=four_bit)
+    if four_bit:
+        check_dtype(dtype)
     model = meta_text_model(config, dtype=dtype)
     geometry.assert_matches(model.model)
     where = locate(path)
-    plan, skipped = plan_tensors(path, where, geometry, weights_of(model).keys())
-    check_tensors(where, plan, weights_of(model))
+    packed = packed_linears(path, model, where) if four_bit else {}
+    wanted = {name: tensor for name, tensor in weights_of(model).items() if name.removesuffix(".weight") not in packed}
+    parts = {name for names in packed.values() for name in names.values()}
+    plan, skipped = plan_tensors(path, where.keys() - parts, geometry, wanted.keys())
+    check_tensors(where, plan, wanted)
+    if packed:
+        check_packed(model, where, packed)
+        load_packed(model, where, packed, device)
     materialize(model, device)
     fill(weights_of(model), where, plan)
     if geometry.tied_head and "lm_head.weight" in where:
@@ -64,12 +73,13 @@ def load_directory(path: Path, *, dtype: torch.dtype, device: str, source: str |
                        skipped=skipped)
 
 
-def load_hub(name: str, *, dtype: torch.dtype, device: str) -> LoadedModel:
+def load_hub(name: str, *, dtype: torch.dtype, device: str, four_bit: bool = False) -> LoadedModel:
     """The text model of a hub id, downloaded or from the local hub cache. Its config is fetched and judged first."""
-    config_at = download(name, ["config.json"])
-    check_claim(name, ModelGeometry.from_config(read_json(config_at / "config.json")))
+    config = read_json(download(name, ["config.json"]) / "config.json")
+    check_claim(name, ModelGeometry.from_config(config))
+    check_quantization(name, config, four_bit=four_bit)
     path = download(name, ["*.json", "*.jinja", "*.model", "model*.safetensors"])
-    return load_directory(path, dtype=dtype, device=device, source=name)
+    return load_directory(path, dtype=dtype, device=device, source=name, four_bit=four_bit)
 
 
 def download(name: str, patterns: list[str]) -> Path:
@@ -80,41 +90,6 @@ def download(name: str, patterns: list[str]) -> Path:
     except Exception as error:      # the hub client raises a dozen kinds; to a user they all mean this
         raise CheckpointError(f"{name!r} is no local directory and could not be had from the hub "
                               f"({type(error).__name__}); names that need no download: {NAMES}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint; CheckpointError where there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} holds no {path.name}: name a Hugging Face checkpoint directory") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return found
-
-
-def open_tensors(path: Path):
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-
-
-def locate(path: Path) -> dict[str, Path]:
-    """Each tensor's file, from the index of a sharded checkpoint or from its only file."""
-    if (path / INDEX).is_file():
-        listed = read_json(path / INDEX).get("weight_map") or {}
-        if absent := sorted({shard for shard in listed.values() if not (path / shard).is_file()}):
-            raise CheckpointError(f"{path} lacks {absent[0]}, which {INDEX} lists: download the checkpoint again")
-        return {name: path / shard for name, shard in listed.items()}
-    if not (path / SINGLE).is_file():
-        raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}; weights are read from safetensors only")
-    with open_tensors(path / SINGLE) as tensors:
-        return dict.fromkeys(tensors.keys(), path / SINGLE)
 
 
 def plan_tensors(

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from gemma4_flex.checkpoints.bundled import bundled_tokenizer
-from gemma4_flex.checkpoints.hf import attach_generation_config, read_json, tokenizer_stop_ids
+from gemma4_flex.checkpoints.files import read_json
+from gemma4_flex.checkpoints.hf import attach_generation_config, tokenizer_stop_ids
 from gemma4_flex.checkpoints.published import PUBLISHED
 from gemma4_flex.checkpoints.skeleton import (
     CheckpointError,

@@ -84,6 +84,7 @@ def load_adapter(directory: str | Path, geometry: ModelGeometry) -> Adapter:
     config = _read_config(directory)
     tensors = _read_tensors(directory)
     modules: dict[str, dict[str, Tensor]] = {}
+    names: dict[str, str] = {}        # what PEFT called the module: a pattern is written for that name
     for key, tensor in tensors.items():
         if tied := [part for part in key.split(".") if part in TIED]:
             raise AdapterError(f"{directory} adapts {tied[0]}: the head and the embedding are one tied table, "
@@ -91,14 +92,19 @@ def load_adapter(directory: str | Path, geometry: ModelGeometry) -> Adapter:
         match = _KEY.match(key)
         if match is None:
             raise AdapterError(f"{directory}: {key} is not a LoRA tensor of a linear, and this engine would have to drop it.")
-        modules.setdefault(module_path(match[1]), {})[match[2]] = tensor
+        path = module_path(match[1])
+        if match[2] in modules.setdefault(path, {}):
+            raise AdapterError(f"{directory} holds lora_{match[2]} of {path} twice, under two prefixes or adapter names: "
+                               "save one adapter alone.")
+        modules[path][match[2]] = tensor
+        names[path] = match[1].removeprefix("base_model.model.")
     pairs, inert = {}, []
     for path, parts in modules.items():
         _refuse_parts(directory, path, parts)
         if _is_shared_kv(path, geometry):
             inert.append(path)
             continue
-        pairs[path] = Pair(parts["A"], parts["B"], _scaling(config, path, parts["A"].shape[0]))
+        pairs[path] = Pair(parts["A"], parts["B"], _scaling(config, names[path], parts["A"].shape[0]))
     return Adapter(str(directory), pairs, tuple(inert))
 
 
@@ -184,9 +190,13 @@ def _read_config(directory: Path) -> dict:
         raise AdapterError(f"{directory} is no PEFT adapter: adapter_config.json is missing there.") from None
     except json.JSONDecodeError as error:
         raise AdapterError(f"{file} is not JSON ({error}): the adapter was half written, save it again.") from None
+    if not isinstance(config, dict) or not isinstance(config.get("lora_alpha", 0), (int, float)):
+        raise AdapterError(f"{file} is no adapter config: it needs lora_alpha, a number; save the adapter again.")
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{directory} holds a {config.get('peft_type')} adapter: only LoRA can be merged.")
     _refuse_config(str(directory), config)
+    if "lora_alpha" not in config:
+        raise AdapterError(f"{file} is no adapter config: it needs lora_alpha, a number; save the adapter again.")
     return config
 
 
@@ -213,6 +223,10 @@ def _refuse_parts(directory: Path, path: str, parts: dict[str, Tensor]) -> None:
     if set(parts) != {"A", "B"}:
         raise AdapterError(f"{directory}: {path} holds {', '.join(sorted(parts))} where A and B are wanted: "
                            "save the adapter again.")
+    for side, tensor in parts.items():
+        if tensor.ndim != 2 or not tensor.is_floating_point() or not tensor.numel():
+            raise AdapterError(f"{directory}: lora_{side} of {path} is {tensor.dtype} {list(tensor.shape)} and no matrix of "
+                               "floats: save the adapter again.")
 
 
 def _is_shared_kv(path: str, geometry: ModelGeometry) -> bool:
@@ -220,11 +234,14 @@ def _is_shared_kv(path: str, geometry: ModelGeometry) -> bool:
     return bool(match) and int(match[1]) < geometry.num_layers and not geometry.layers[int(match[1])].owns_kv
 
 
-def _scaling(config: dict, path: str, rank: int) -> float:
-    """alpha / rank, or alpha / sqrt(rank) with rsLoRA; `alpha_pattern` by PEFT's own rule for names."""
+def _scaling(config: dict, name: str, rank: int) -> float:
+    """alpha / rank, or alpha / sqrt(rank) with rsLoRA; `alpha_pattern` by PEFT's own rule for the name it trained under."""
     from peft.utils.other import get_pattern_key
     pattern = config.get("alpha_pattern") or {}
-    alpha = pattern.get(get_pattern_key(pattern.keys(), path), config["lora_alpha"])
+    try:
+        alpha = pattern.get(get_pattern_key(pattern.keys(), name), config["lora_alpha"])
+    except (AttributeError, re.error) as error:
+        raise AdapterError(f"alpha_pattern={pattern!r} of the adapter cannot be read ({error}): save the adapter again.") from None
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 

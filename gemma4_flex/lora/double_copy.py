@@ -6,8 +6,9 @@ once, so that nothing is ever unmerged and the n-th refresh is as exact as the f
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -55,18 +56,24 @@ class DoubleCopy:
         self.pristine: dict[str, Tensor] = {path: theirs[path].weight for path in paths}
         self.merged: dict[str, Tensor] = {}
         for path in paths:
-            if not self.pristine[path].is_floating_point():
-                raise AdapterError(f"{path} is quantised: its weight cannot be merged in place.")
-            weight = nn.Parameter(self.pristine[path].detach().clone(), requires_grad=False)
-            mine[path]._parameters["weight"] = self.merged[path] = weight
-        self.engine = None
+            self.merged[path] = self._own_weight(path, mine[path])
+        self.engines: weakref.WeakSet = weakref.WeakSet()      # that run `inference` and must hear of a refresh
         self.active: str | None = None
+
+    def _own_weight(self, path: str, linear: nn.Module) -> nn.Parameter:
+        """Give a linear of the inference copy a weight of its own."""
+        if not self.pristine[path].is_floating_point():
+            raise AdapterError(f"{path} is quantised: run the adapter unmerged, or use lora.requantize.RequantizedCopy.")
+        weight = nn.Parameter(self.pristine[path].detach().clone(), requires_grad=False)
+        linear._parameters["weight"] = weight
+        return weight
 
     def attach(self, engine) -> None:
         """Let `engine`, which runs `inference`, switch adapters, and let every refresh raise its weight epoch."""
         if engine.model is not self.inference:
             raise AdapterError("the engine runs another model: build it on this double copy's `inference`.")
-        self.engine, engine.weight_source = engine, self
+        self.engines.add(engine)
+        engine.weight_source = self
 
     def use(self, path: str | None, policy: str = "drain") -> None:
         """Refresh from the adapter in a directory, or back to the base for None."""
@@ -83,30 +90,43 @@ class DoubleCopy:
 
         All targets or none: an adapter that does not fit or is not finite raises AdapterError and changes nothing. The
         adapter's tensors are read now; overwriting them afterwards changes nothing. `policy` says what becomes of requests
-        that an attached engine is running (`FlexEngine.update_weights`).
+        that attached engines are running (`FlexEngine.update_weights`).
         """
         pairs = {} if adapter is None else adapter.pairs
         if adapter is not None:
-            bind(adapter, {path: tuple(weight.shape) for path, weight in self.merged.items()})
+            linears = linears_of(self.base)
+            bind(adapter, {path: (linears[path].out_features, linears[path].in_features) for path in self.merged})
             for path, pair in pairs.items():
-                self._check_finite(adapter.name, path, pair)
-        with self.engine.update_weights(policy) if self.engine else nullcontext():
-            for path, merged in self.merged.items():
-                if path in pairs:
-                    _merge_by_rows(merged, self.pristine[path], pairs[path])
-                else:
-                    merged.copy_(self.pristine[path])
+                if not self._stays_finite(path, pair):
+                    raise AdapterError(f"adapter {adapter.name} is not finite at {path}: nothing was changed. "
+                                       "Train it again with a lower rate.")
+        with ExitStack() as updates:
+            for engine in list(self.engines):
+                updates.enter_context(engine.update_weights(policy))
+            for path in self.merged:
+                self.write_one(path, pairs.get(path))
         self.active = None if adapter is None else adapter.name
 
-    def _check_finite(self, name: str, path: str, pair: Pair) -> None:
-        """Raise AdapterError unless the merged weight will be finite in the weight's dtype."""
-        if is_finite(pair):
-            largest = torch.finfo(self.merged[path].dtype).max
-            bound = (pair.down.abs().max().float() * pair.up.abs().max().float() * pair.up.shape[1] * abs(pair.scaling)
-                     + self.pristine[path].abs().max().float())
-            if bound < largest or bool(torch.isfinite(merge(self.pristine[path], pair).to(self.merged[path].dtype)).all()):
-                return
-        raise AdapterError(f"adapter {name} is not finite at {path}: nothing was changed. Train it again with a lower rate.")
+    @torch.no_grad()
+    def write_one(self, path: str, pair: Pair | None) -> None:
+        """Write one target in place: merged with `pair`, or the base's value for None. `refresh` does all of them."""
+        if pair is None:
+            self.merged[path].copy_(self.pristine[path])
+        else:
+            _merge_by_rows(self.merged[path], self.pristine[path], pair)
+
+    def _stays_finite(self, path: str, pair: Pair) -> bool:
+        """Whether one target, merged, will be finite in the dtype it is read in."""
+        return stays_finite(self.pristine[path], pair, self.merged[path].dtype)
+
+
+def stays_finite(base: Tensor, pair: Pair, dtype: torch.dtype) -> bool:
+    """Whether `merge(base, pair)` is finite in `dtype`: by the largest values, and by merging where they do not tell."""
+    if not is_finite(pair):
+        return False
+    bound = (pair.down.abs().max().float() * pair.up.abs().max().float() * pair.up.shape[1] * abs(pair.scaling)
+             + base.abs().max().float())
+    return bool(bound < torch.finfo(dtype).max) or bool(torch.isfinite(merge(base, pair).to(dtype)).all())
 
 
 def merge(base: Tensor, pair: Pair) -> Tensor:

@@ -75,22 +75,44 @@ def parser() -> Parser:
     add("--no_merge_lora", action="store_true", help="run the adapter unmerged, beside the weights, for comparison")
     add("--verify_no_drift", action="store_true", help="afterwards refresh the adapter many times and prove nothing drifted")
     add("--verify_iterations", type=int, default=100, help="perturb-and-refresh cycles of --verify_no_drift (default 100)")
-    add("--load_in_4bit", action="store_true", help="4-bit weights: not there yet")
-    add("--model_name_4bit", help="a checkpoint quantised to 4 bits: not there yet")
+    add("--load_in_4bit", action="store_true", help="quantise the linears of a bf16 checkpoint to NF4 as it loads (bitsandbytes)")
+    add("--double_quant_4bit", action="store_true", help="with --load_in_4bit, quantise the scales too")
+    add("--model_name_4bit", metavar="NAME", help="a directory or hub id that bitsandbytes quantised to 4 bits already")
+    add("--lora_4bit", choices=("unmerged", "requantize"), help="an adapter over 4-bit weights: beside them (the default), or "
+                                                                "merged into them and quantised anew")
     return flags
+
+
+def is_4bit(args: argparse.Namespace) -> bool:
+    return bool(args.load_in_4bit or args.model_name_4bit)
+
+
+def check_4bit_flags(args: argparse.Namespace) -> None:
+    """Refuse combinations of the 4-bit flags that contradict each other. Raises UsageError."""
+    if args.model_name_4bit and (args.load_in_4bit or args.model_name):
+        raise UsageError("--model_name_4bit names a model that is quantised already: leave out --load_in_4bit and --model_name")
+    if args.double_quant_4bit and not args.load_in_4bit:
+        raise UsageError("--double_quant_4bit says how --load_in_4bit quantises: give both")
+    if is_4bit(args) and args.dtype not in ("auto", "bfloat16"):
+        raise UsageError(f"--dtype {args.dtype}: 4-bit weights compute in bfloat16; leave --dtype out")
+    if args.lora_4bit and not (is_4bit(args) and args.lora_adapter):
+        raise UsageError("--lora_4bit is for an adapter over 4-bit weights: give --lora_adapter and --load_in_4bit or "
+                         "--model_name_4bit")
+    if args.lora_4bit == "requantize" and args.no_merge_lora:
+        raise UsageError("--lora_4bit requantize merges and --no_merge_lora does not: leave out one of them")
+    if is_4bit(args) and args.verify_no_drift and args.lora_4bit != "requantize":
+        raise UsageError("--verify_no_drift over 4-bit weights needs a merged adapter: give --lora_4bit requantize")
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """Refuse what no model could change. Raises UsageError."""
-    for name in ("load_in_4bit", "model_name_4bit"):
-        if getattr(args, name):
-            raise UsageError(f"--{name}: 4-bit weights are not there yet; leave it out until then")
     if not args.lora_adapter and (args.verify_no_drift or args.no_merge_lora):
         raise UsageError("--verify_no_drift and --no_merge_lora need an adapter: give --lora_adapter DIR")
     if args.no_merge_lora and args.verify_no_drift:
         raise UsageError("--verify_no_drift proves that merging leaves no trace: leave out --no_merge_lora")
     if args.verify_iterations < 1:
         raise UsageError(f"--verify_iterations must be at least 1, not {args.verify_iterations}")
+    check_4bit_flags(args)
     if args.fa4_prefill:
         raise UsageError("--fa4_prefill: FlashAttention-4 stops at head_dim 128 and Gemma-4's heads are 256 and 512 "
                          "wide; leave it out")
@@ -101,14 +123,15 @@ def check_flags(args: argparse.Namespace) -> None:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The flags named as fields of EngineConfig, as one. Raises ValueError with the fix."""
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    return EngineConfig(**{name: value for name, value in vars(args).items() if name in fields})
+    given = {name: value for name, value in vars(args).items() if name in fields}
+    return EngineConfig(**given | ({"dtype": "bfloat16"} if is_4bit(args) else {}))
 
 
 def choose_model(args: argparse.Namespace) -> str:
     """The model to run, having said which one and why."""
     import torch
-    if args.model_name:
-        name, why = args.model_name, "as asked"
+    if args.model_name or args.model_name_4bit:
+        name, why = args.model_name or args.model_name_4bit, "as asked"
     elif torch.cuda.is_available() and args.device != "cpu":
         name, why = HUB_MODEL, "the default where CUDA is present"
     else:
@@ -121,8 +144,44 @@ def stats_path(args: argparse.Namespace) -> Path:
     """Where the result will go, tried out. Raises StatsPathError."""
     if args.stats_path:
         return stats_file.check_writable(args.stats_path)
-    RUNS.mkdir(parents=True, exist_ok=True)
+    try:
+        RUNS.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise stats_file.StatsPathError(f"can't make {RUNS}: {error.strerror}; give --stats_path FILE") from None
     return stats_file.check_writable(RUNS / f"{BENCHMARK}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+
+
+def load(args: argparse.Namespace, config: EngineConfig, name: str):
+    """The engine, its LoraSession or None, and the description of its 4-bit weights or None; says what was loaded."""
+    from gemma4_flex.checkpoints import four_bit
+    from gemma4_flex.engine import FlexEngine
+    lora, packed = None, None
+    if args.lora_adapter:
+        from gemma4_flex.lora.session import LoraSession
+        merge = args.lora_4bit == "requantize" if is_4bit(args) else not args.no_merge_lora
+        lora = LoraSession(args.lora_adapter, merge=merge)
+    if args.load_in_4bit:
+        four_bit.require_bitsandbytes()      # before any weight is read
+
+    def change(model):
+        nonlocal packed
+        if args.load_in_4bit:
+            four_bit.quantize_4bit(model, double_quant=args.double_quant_4bit)
+        if is_4bit(args):
+            print(four_bit.layout_4bit(model))
+            packed = four_bit.describe_4bit(model)
+        return lora.put_on(model) if lora else model
+
+    engine = FlexEngine.from_pretrained(name, config, change, four_bit=bool(args.model_name_4bit))
+    if lora:
+        summary = lora.summary()
+        print("adapter: {directory}, {modules} modules, {how}, {extra_bytes:,} bytes for the second copy".format(
+            how="merged" if lora.merge else "unmerged", **summary))
+        if summary["deviation"]:
+            print(f"requantised: {summary['deviation']['text']}")
+        if lora.adapter.inert:
+            print(f"note: inert, since these layers share their K/V: {', '.join(lora.adapter.inert)}")
+    return engine, lora, packed
 
 
 def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, prompts: list[workload.Prompt]) -> dict:
@@ -130,20 +189,11 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
     from tqdm import tqdm
 
     from gemma4_flex.bench import measure, report, roofline
-    from gemma4_flex.engine import FlexEngine
 
-    name, lora = choose_model(args), None
-    if args.lora_adapter:
-        from gemma4_flex.lora.session import LoraSession
-        lora = LoraSession(args.lora_adapter, merge=not args.no_merge_lora)
-        engine = FlexEngine.from_pretrained(name, config, lora.put_on)
-        print("adapter: {directory}, {modules} modules, {how}, {extra_bytes:,} bytes for the second copy".format(
-            how="merged" if lora.merge else "unmerged", **lora.summary()))
-        if lora.adapter.inert:
-            print(f"note: inert, since these layers share their K/V: {', '.join(lora.adapter.inert)}")
-    else:
-        engine = FlexEngine.from_pretrained(name, config)
-    for notice in engine.notices:
+    name = choose_model(args)
+    engine, lora, packed = load(args, config, name)
+    told = list(engine.notices)
+    for notice in told:
         print(f"note: {notice}")
     if engine.tokenizer is None and args.prompts is None:
         source, template = "random tokens", "none"
@@ -159,14 +209,18 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
         measurement = measure.measure_rounds(
             engine, [list(p.ids) for p in encoded], params, n_rounds=args.n_rounds,
             synchronize=measure.synchronizer(engine.config.device), on_round=lambda done: bar.update())
+    for notice in engine.notices[len(told):]:      # what came out when steps were captured
+        print(f"note: {notice}")
     peak = measure.peak_memory_bytes(engine.config.device)      # before the bandwidth's own buffers count
     options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     result = report.build_result(
         benchmark=BENCHMARK, model_name=name, engine=engine, measurement=measurement, prompts=encoded,
         chat_template=template, prompt_source=source, bandwidth=roofline.copy_bandwidth(engine.config.device),
-        peak_memory=peak, options=options, notices=engine.notices)
+        peak_memory=peak, options=options, notices=engine.notices,
+        four_bit=packed)
     result["lora"] = lora and lora.summary()
     if args.verify_no_drift:
+        from gemma4_flex.engine import FlexEngine
         from gemma4_flex.lora.session import drift_result, drift_table
         with tqdm(total=args.verify_iterations, desc="perturb and refresh", disable=quiet) as bar:
             drift = lora.verify(engine, lambda model: FlexEngine(model, engine.tokenizer, engine.config),

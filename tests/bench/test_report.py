@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 
 import pytest
@@ -228,5 +229,14 @@ def test_an_unwritable_place_is_refused_with_the_fix_and_trying_leaves_nothing(t
     for path in (tmp_path / "absent" / "r.json", file / "r.json", tmp_path, "/proc/r.json"):
         with pytest.raises(stats_file.StatsPathError, match="name a file in"):
             stats_file.check_writable(path)
+    with pytest.raises(stats_file.StatsPathError, match="name a file in"):      # the name itself is tried, not its directory alone
+        stats_file.check_writable(tmp_path / ("a" * 250))
     stats_file.check_writable(tmp_path / "r.json")
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_result_never_takes_the_place_of_a_device_or_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(stats_file.StatsPathError, match="name an ordinary file"):
+            stats_file.check_writable(path)

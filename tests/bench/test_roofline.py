@@ -20,6 +20,12 @@ def test_the_floor_is_the_bytes_each_step_reads_over_the_bandwidth():
     assert found.ms_per_step == pytest.approx(1e3 * found.seconds / 5)
 
 
+def test_weight_bytes_that_are_told_stand_in_for_the_formula():
+    found = roofline.decode_floor(geometry(), [(10, 4)], steps=3, bytes_per_element=2, bytes_per_s=1e9, weight_bytes=777)
+    assert found.weight_bytes == 777 and found.seconds == (3 * 777 + found.kv_bytes) / 1e9
+    assert found.kv_bytes == floor([(10, 4)], steps=3).kv_bytes / 2      # keys and values keep their own width
+
+
 def test_sliding_layers_are_in_view_up_to_their_window_only():
     shape = geometry()
     per_token = shape.kv_bytes_per_token(4)

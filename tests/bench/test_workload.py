@@ -117,6 +117,9 @@ def test_a_file_gives_chats_texts_and_bare_strings_in_order(tmp_path):
 @pytest.mark.parametrize(("line", "says"), [
     ('{"messages": [', "not JSON"),
     ("hello", "not JSON"),
+    ("1" * 5000, "no JSON that can be read"),
+    ("[" * 100_000, "no JSON that can be read"),
+    ('{"text": "a\\ud800b"}', "half a surrogate pair"),
     ("[1, 2]", "either text or messages"),
     ("{}", "either text or messages"),
     ('{"text": "a", "messages": []}', "either text or messages"),

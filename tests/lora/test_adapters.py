@@ -76,6 +76,50 @@ def test_an_adapter_of_the_multimodal_class_binds_the_same_modules(tmp_path):
     assert all(torch.equal(before.pairs[p].up, after.pairs[p].up) for p in before.pairs)
 
 
+def test_a_pattern_written_for_the_multimodal_class_counts_for_its_modules(tmp_path):
+    directory, _ = saved(tmp_path)
+    rewrite(directory, lambda k: k.replace("base_model.model.model.", "base_model.model.model.language_model."))
+    file = directory / "adapter_config.json"
+    pattern = {"model.language_model.layers.3.mlp.up_proj": 80}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": pattern}))
+    scalings = {path: pair.scaling for path, pair in load_adapter(directory, GEOMETRY).pairs.items()}
+    assert scalings.pop("model.layers.3.mlp.up_proj") == 20
+    assert set(scalings.values()) == {2}
+
+
+@pytest.mark.parametrize("change", [("lora_A.weight", "lora_A.other.weight"),
+                                    ("model.model.layers", "model.model.language_model.layers")])
+def test_a_module_that_is_there_twice_is_refused_rather_than_read_once(tmp_path, change):
+    directory, _ = saved(tmp_path)
+    tensors = load_file(directory / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    save_file(tensors | {key.replace(*change): 2 * tensors[key]}, directory / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"lora_A of model.layers.0.mlp.up_proj twice"):
+        load_adapter(directory, GEOMETRY)
+
+
+@pytest.mark.parametrize("change", [lambda a: a[:0], lambda a: a.reshape(-1), lambda a: a[None], lambda a: a.to(torch.int8),
+                                    lambda a: a.to(torch.complex64), lambda a: a > 0])
+def test_what_is_no_matrix_of_floats_is_refused(tmp_path, change):
+    directory, _ = saved(tmp_path)
+    tensors = load_file(directory / "adapter_model.safetensors")
+    key = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    save_file(tensors | {key: change(tensors[key]).contiguous()}, directory / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=r"layers.0.mlp.up_proj .*no matrix of floats"):
+        load_adapter(directory, GEOMETRY)
+
+
+@pytest.mark.parametrize(("changed", "named"), [
+    ({"lora_alpha": None}, "needs lora_alpha"), ({"lora_alpha": "8"}, "needs lora_alpha"),
+    ({"alpha_pattern": 5}, "alpha_pattern"), ({"alpha_pattern": {"(": 5}}, "alpha_pattern")])
+def test_an_alpha_that_cannot_be_read_is_one_sentence(tmp_path, changed, named):
+    directory, _ = saved(tmp_path)
+    file = directory / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    with pytest.raises(AdapterError, match=named):
+        load_adapter(directory, GEOMETRY)
+
+
 def test_kv_of_shared_layers_is_listed_as_inert_and_left_out(tmp_path):
     directory, _ = saved(tmp_path)
     tensors = load_file(directory / "adapter_model.safetensors")

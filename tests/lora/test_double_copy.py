@@ -214,6 +214,21 @@ def test_a_stream_gets_the_tokens_that_were_drawn_while_draining():
     assert list(got.values()) == expected
 
 
+def test_a_refresh_reaches_every_engine_that_is_attached():
+    double, one = attached()
+    other = FlexEngine(double.inference, fake_tokenizer(), CONFIG)
+    double.attach(other)
+    old = tokens(one)
+    ids = [[engine.submit(p, GREEDY) for p in PROMPTS] for engine in (one, other)]
+    for engine in (one, other):
+        engine.step()
+    double.refresh(adapter())
+    assert (one.weight_epoch, other.weight_epoch) == (1, 1)
+    started = min(len(PROMPTS), CONFIG.max_batch_size)
+    for engine, these in zip((one, other), ids):
+        assert [c.token_ids for c in run_to_end(engine, these)][:started] == old[:started]
+
+
 def test_a_failed_refresh_leaves_the_epoch_and_an_unknown_policy_is_refused():
     double, engine = attached()
     with pytest.raises(AdapterError):
