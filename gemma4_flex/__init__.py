@@ -1,7 +1,7 @@
 """Gemma-4 E-series generation in plain PyTorch: paged K/V, flex_attention, captured decode steps."""
 from importlib import import_module
 
-_ROOMS = {"FlexEngine": "engine", "Completion": "engine", "EngineConfig": "params", "SamplingParams": "params"}
+_ROOMS = {"FlexEngine": "engine", "Completion": "request", "EngineConfig": "params", "SamplingParams": "params"}
 __all__ = [*_ROOMS]
 
 

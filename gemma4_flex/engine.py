@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gemma4_flex.geometry import ModelGeometry
 from gemma4_flex.page_table import PageTable, sliding_pool_pages
 from gemma4_flex.params import EngineConfig, SamplingParams
+from gemma4_flex.request import Completion, Request, TokenEvent
 from gemma4_flex.runner import MAX_BANNED_IDS, Runner
 from gemma4_flex.sampling import NON_FINITE
 from gemma4_flex.scheduler import Scheduler, StepPlan
@@ -21,35 +22,6 @@ from gemma4_flex.sequence import Sequence
 from gemma4_flex.text import Detokenizer, PromptError, encode_ids, encode_prompt
 
 Prompt = str | Seq[dict] | Seq[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What became of one prompt. `token_ids` hold the stop token where one ended it; `text` does not."""
-    prompt_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str           # stop, length, abort, or non_finite (the model gave NaN or infinity)
-    num_preemptions: int
-    epoch_started: int           # the engine's weight epoch at the first step and at the last token: equal unless the
-    epoch_ended: int             # weights were updated in between with the policy "recompute"
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_ids)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids)
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One token of one request, as it comes; `finish_reason` with its last."""
-    request_id: int
-    token_id: int
-    text: str
-    finish_reason: str | None
 
 
 @dataclass(frozen=True)
@@ -80,15 +52,6 @@ class WeightSource(Protocol):
     def use(self, path: str | None, policy: str) -> None: ...
 
 
-@dataclass
-class _Request:
-    sequence: Sequence
-    detokenizer: Detokenizer
-    submitted: float
-    epoch_started: int | None = None
-    epoch_ended: int | None = None
-
-
 def _uncast(method: Callable) -> Callable:
     """`method` with the weights' own arithmetic, whatever autocast its caller is in."""
     @functools.wraps(method)
@@ -106,7 +69,9 @@ class FlexEngine:
     """
 
     def __init__(self, model: nn.Module, tokenizer, config: EngineConfig | None = None):
-        config = config or EngineConfig()
+        config = EngineConfig() if config is None else config
+        if not isinstance(config, EngineConfig):
+            raise ValueError(f"config is a {type(config).__name__}: give an EngineConfig.")
         if not hasattr(model, "lm_head") or not hasattr(getattr(model, "model", None), "layers"):
             raise ValueError(f"{type(model).__name__} is no causal LM with its text model at .model: give a Gemma4ForCausalLM, "
                              "for a PEFT model lora.double_copy.DoubleCopy(model).inference, for a name from_pretrained.")
@@ -133,7 +98,7 @@ class FlexEngine:
         self.weight_epoch = 0                        # raised by every `update_weights`
         self.weight_source: WeightSource | None = None
         self._undelivered: list[TokenEvent] = []     # drawn while draining, for the next `step` to hand out
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
         self._next_id = 0
         self.reset_stats()
 
@@ -188,7 +153,7 @@ class FlexEngine:
             raise PromptError(f"min_new_tokens can hold back at most {MAX_BANNED_IDS} stop ids and this request has "
                               f"{len(sequence.active_stop_ids)}.")
         self.scheduler.add(sequence)
-        self._requests[self._next_id] = _Request(sequence, Detokenizer(self.tokenizer, params.stop), time.perf_counter())
+        self._requests[self._next_id] = Request(sequence, Detokenizer(self.tokenizer, params.stop), time.perf_counter())
         self._next_id += 1
         return sequence.request_id
 
@@ -205,9 +170,7 @@ class FlexEngine:
         if not sequence.is_finished:
             raise ValueError(f"request {request_id} is not finished: step until it is, or abort it first.")
         self._forget([request_id])
-        started, ended = (self.weight_epoch if e is None else e for e in (request.epoch_started, request.epoch_ended))
-        return Completion(list(sequence.prompt_ids), list(sequence.output_ids), request.detokenizer.text,
-                          sequence.finish_reason, sequence.num_preemptions, started, ended)
+        return request.completion(self.weight_epoch)
 
     @property
     def has_work(self) -> bool:
@@ -236,16 +199,20 @@ class FlexEngine:
             tokens |= self.runner.decode(plan.decode)[0]
             self.stats.decode_s += time.perf_counter() - start
             self.stats.decode_tokens += len(plan.decode)
-        self._end_non_finite(tokens)
+        ended = self._end_non_finite(tokens)
         self.scheduler.complete(plan, tokens)
-        return [self._event(request_id, token) for request_id, token in tokens.items()]
+        return ended + [self._event(request_id, token) for request_id, token in tokens.items()]
 
-    def _end_non_finite(self, tokens: dict[int, int]) -> None:
+    def _end_non_finite(self, tokens: dict[int, int]) -> list[TokenEvent]:
         """Take requests whose logits or K/V broke out of the batch, and zero their pages before anyone else gets them."""
+        events = []
         for request_id in [r for r, token in tokens.items() if token == NON_FINITE]:
             del tokens[request_id]
-            self.runner.scrub(self._requests[request_id].sequence)
+            request = self._requests[request_id]
+            self.runner.scrub(request.sequence)
             self.scheduler.finish(request_id, "non_finite")
+            events.append(TokenEvent(request_id, None, request.detokenizer.take(finished=True), "non_finite"))
+        return events
 
     def _event(self, request_id: int, token: int) -> TokenEvent:
         request = self._requests[request_id]
@@ -303,8 +270,9 @@ class FlexEngine:
             self._drop(ids)
 
     def stream(self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None,
-               ) -> Iterator[tuple[int, int, str]]:
-        """(prompt index, token id, text) as tokens come; closing the iterator ends the requests that are left."""
+               ) -> Iterator[tuple[int, int | None, str]]:
+        """(prompt index, token id, text) as tokens come, and (index, None, text) where a request ends because its numbers
+        broke; closing the iterator ends the requests that are left."""
         ids = self._submit_all(prompts, params)
         index = {request_id: n for n, request_id in enumerate(ids)}
         try:

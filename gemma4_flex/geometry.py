@@ -125,6 +125,9 @@ def _check_consistency(found: dict[str, Any]) -> None:
         (found["num_key_value_heads"] < 1 or found["num_attention_heads"] % found["num_key_value_heads"],
          "num_attention_heads is not a multiple of num_key_value_heads"),
         (found["head_dim"] % 2 or found["global_head_dim"] % 2, "rotary embeddings need an even head_dim and global_head_dim"),
+        (found["vocab_size_per_layer_input"] < found["vocab_size"],
+         f"vocab_size_per_layer_input={found['vocab_size_per_layer_input']} leaves token ids of vocab_size={found['vocab_size']} "
+         "without a per-layer embedding"),
         (SLIDING in types and (found["sliding_window"] or 0) < 1, "sliding layers need a sliding_window"),
     ]
     for layer_type, kind in ((SLIDING, "default"), (FULL, "proportional")):

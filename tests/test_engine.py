@@ -698,3 +698,18 @@ def test_kernels_and_captures_are_made_once_and_only_when_there_is_something_to_
     assert (engine.stats.steps_replayed, engine.stats.steps_eager) == (1, 0)
     tokens_of(engine, PROMPTS[:1], 2)
     assert engine.runner.graphs == graphs
+
+
+def test_a_request_that_ends_without_a_token_has_a_last_event_that_says_so():
+    engine = poisoned_engine()
+    request_id = engine.submit([2, POISONED], greedy(3))
+    events = engine.step()
+    assert [(e.request_id, e.token_id, e.finish_reason) for e in events] == [(request_id, None, "non_finite")]
+    assert list(engine.stream([[2, POISONED]], greedy(3))) == [(0, None, "")]
+
+
+def test_pools_that_fit_no_memory_and_a_config_of_another_kind_are_one_sentence(model):
+    with pytest.raises(InvalidParameterError, match=r"max_seq_length=1000000000 .* do not fit"):
+        make_engine(model, max_seq_length=1_000_000_000, n_pages=None)
+    with pytest.raises(ValueError, match="give an EngineConfig"):
+        FlexEngine(model, None, {"device": "cpu"})

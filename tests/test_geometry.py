@@ -206,6 +206,7 @@ def test_an_object_config_is_read_through_to_dict_alone():
     ({"layer_types": [SLIDING, FULL]}, "lists 2 layers"),
     ({"num_key_value_heads": 0}, "num_key_value_heads"),
     ({"head_dim": 15}, "even head_dim"),
+    ({"vocab_size_per_layer_input": 63}, "without a per-layer embedding"),
     ({"sliding_window": -4}, "sliding_window"),
     ({"layer_types": ["chunked_attention", FULL] * 3}, "chunked_attention"),
     ({"num_key_value_heads": 3}, "num_key_value_heads"),

@@ -52,6 +52,8 @@ class DoubleCopy:
         self.base = pristine_view(base)
         self.inference = view_of(self.base)
         paths = choose_targets(self.base, targets)
+        if not paths:
+            raise AdapterError(f"a double copy without targets can take no adapter: name some, or {ALL_LINEAR!r}.")
         mine, theirs = linears_of(self.inference), linears_of(self.base)
         self.pristine: dict[str, Tensor] = {path: theirs[path].weight for path in paths}
         self.merged: dict[str, Tensor] = {}

@@ -130,8 +130,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def choose_model(args: argparse.Namespace) -> str:
     """The model to run, having said which one and why."""
     import torch
-    if args.model_name or args.model_name_4bit:
-        name, why = args.model_name or args.model_name_4bit, "as asked"
+    if args.model_name is not None or args.model_name_4bit:
+        name, why = args.model_name_4bit or args.model_name, "as asked"
     elif torch.cuda.is_available() and args.device != "cpu":
         name, why = HUB_MODEL, "the default where CUDA is present"
     else:

@@ -253,3 +253,8 @@ def test_the_engine_switches_between_adapters_on_disk(tmp_path):
 def test_an_engine_without_a_double_copy_says_how_to_get_one():
     with pytest.raises(RuntimeError, match="DoubleCopy"):
         FlexEngine(tiny_model(), fake_tokenizer(), CONFIG).use_adapter("somewhere")
+
+
+def test_a_double_copy_without_targets_is_refused():
+    with pytest.raises(AdapterError, match="without targets"):
+        DoubleCopy(tiny_model(), [])
