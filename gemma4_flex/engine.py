@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gemma4_flex.geometry import ModelGeometry
+from gemma4_flex.kv_cache import memory_bytes
 from gemma4_flex.page_table import PageTable, sliding_pool_pages
-from gemma4_flex.params import EngineConfig, SamplingParams
+from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
 from gemma4_flex.request import Completion, Request, TokenEvent
 from gemma4_flex.runner import MAX_BANNED_IDS, Runner
 from gemma4_flex.sampling import NON_FINITE
@@ -90,7 +91,7 @@ class FlexEngine:
             raise ValueError(f"fa4_prefill: FlashAttention 4 stops at head_dim 128 and this model has {widest}: "
                              "leave it out or use --no-fa4_prefill.")
         self.stop_ids = frozenset(i for i in model_stop_ids(model, tokenizer) if i < self.geometry.vocab_size)
-        tables = {kind: self._page_table(kind) for kind in self.geometry.attention_types}
+        tables = self._page_tables(weight)
         self.scheduler = Scheduler(tables, max_batch_size=self.config.max_batch_size,
                                    max_seq_length=self.config.max_seq_length, max_prefill_tokens=self.config.max_prefill_tokens)
         self.runner = Runner(model, self.geometry, self.config, tables)
@@ -114,13 +115,23 @@ class FlexEngine:
                                  four_bit=four_bit)
         return cls(change(loaded.model), loaded.tokenizer, config)
 
-    def _page_table(self, kind: str) -> PageTable:
-        config, window = self.config, self.geometry.layers[self.geometry.owners(kind)[0]].window
-        n_pages = config.n_pages if window is None else sliding_pool_pages(
+    def _page_tables(self, weight: Tensor) -> dict[str, PageTable]:
+        """A page table for each attention type, once it is sure that their pools fit beside `weight`."""
+        config, geometry = self.config, self.geometry
+        windows = {kind: geometry.layers[geometry.owners(kind)[0]].window for kind in geometry.attention_types}
+        n_pages = {kind: config.n_pages if window is None else sliding_pool_pages(
             window=window, page_size=config.page_size, max_batch_size=config.max_batch_size,
             max_prefill_tokens=config.max_prefill_tokens, max_seq_length=config.max_seq_length)
-        return PageTable(kind, n_pages=n_pages, page_size=config.page_size, window=window,
-                         num_slots=config.max_batch_size + 1, max_seq_length=config.max_seq_length)
+            for kind, window in windows.items()}
+        per_token = geometry.kv_bytes_per_token(weight.element_size())
+        needed = sum(n_pages[kind] * config.page_size * per_token[kind] for kind in windows)
+        if needed > (room := memory_bytes(weight.device)):
+            raise InvalidParameterError(
+                f"the K/V pools need {needed / 2**30:,.1f} GiB and {weight.device} has room for {room / 2**30:,.1f} GiB: lower "
+                f"max_batch_size={config.max_batch_size}, max_seq_length={config.max_seq_length} or n_pages={config.n_pages}.")
+        return {kind: PageTable(kind, n_pages=n_pages[kind], page_size=config.page_size, window=window,
+                                num_slots=config.max_batch_size + 1, max_seq_length=config.max_seq_length)
+                for kind, window in windows.items()}
 
     @torch.no_grad()
     @_uncast

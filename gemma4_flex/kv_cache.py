@@ -6,6 +6,7 @@ has pools of its own. A token at position p of the sequence in `slot` lives at r
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -59,6 +60,13 @@ class KVGroup:
     def num_bytes(self) -> int:
         """Bytes of all pools, reserved page included."""
         return sum(pool.numel() * pool.element_size() for pool in (*self.keys.values(), *self.values.values()))
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory that pools may take at most: what a GPU has free, or all a CPU has (what its caches hold can be freed)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class KVCache:

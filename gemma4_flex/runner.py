@@ -20,7 +20,7 @@ from gemma4_flex.kv_cache import KVCache
 from gemma4_flex.masks import Rows
 from gemma4_flex.models.gemma4 import Gemma4Walk, PagedKV, StepInputs
 from gemma4_flex.page_table import PageTable
-from gemma4_flex.params import EngineConfig, InvalidParameterError
+from gemma4_flex.params import EngineConfig
 from gemma4_flex.sampling import NON_FINITE, draw
 from gemma4_flex.scheduler import Span
 from gemma4_flex.sequence import Sequence
@@ -50,12 +50,7 @@ class Runner:
         self.geometry, self.config, self.tables = geometry, config, tables
         self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
         self.notices: list[str] = []
-        try:
-            self.cache = KVCache(geometry, tables, self.dtype, self.device)
-        except (RuntimeError, MemoryError) as error:
-            raise InvalidParameterError(
-                f"the K/V pools for max_batch_size={config.max_batch_size} x max_seq_length={config.max_seq_length} "
-                f"(n_pages={config.n_pages}) do not fit this device: lower one of them.") from error
+        self.cache = KVCache(geometry, tables, self.dtype, self.device)
         self.sidecar = Sidecar(geometry, config.max_batch_size + 1, config.max_seq_length, self.dtype, self.device) \
             if config.shared_kv == "sidecar" else None
         self.backends = self._choose_backends()
