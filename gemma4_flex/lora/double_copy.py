@@ -27,7 +27,7 @@ from gemma4_flex.lora.adapters import (
 )
 from gemma4_flex.models.gemma4 import view_of
 
-SLICE = {"cpu": 1 << 18, "cuda": 1 << 22}      # elements merged at a time
+SLICE = {"cpu": 1 << 17, "cuda": 1 << 22}      # elements merged at a time
 
 
 def pristine_view(model: nn.Module) -> nn.Module:
@@ -126,9 +126,14 @@ def stays_finite(base: Tensor, pair: Pair, dtype: torch.dtype) -> bool:
     """Whether `merge(base, pair)` is finite in `dtype`: by the largest values, and by merging where they do not tell."""
     if not is_finite(pair):
         return False
-    bound = (pair.down.abs().max().float() * pair.up.abs().max().float() * pair.up.shape[1] * abs(pair.scaling)
-             + base.abs().max().float())
+    bound = largest(pair.down) * largest(pair.up) * pair.up.shape[1] * abs(pair.scaling) + largest(base)
     return bool(bound < torch.finfo(dtype).max) or bool(torch.isfinite(merge(base, pair).to(dtype)).all())
+
+
+def largest(x: Tensor) -> Tensor:
+    """Largest magnitude in `x` as fp32, in one pass over it."""
+    low, high = torch.aminmax(x.detach())
+    return torch.maximum(-low.float(), high.float())
 
 
 def merge(base: Tensor, pair: Pair) -> Tensor:
@@ -144,8 +149,11 @@ def _merge_by_rows(merged: Tensor, base: Tensor, pair: Pair) -> None:
     wide = torch.promote_types(base.dtype, torch.float)
     up, down = pair.up.to(base.device, wide), pair.down.to(base.device, wide)
     rows = max(1, SLICE[base.device.type] // base.shape[1])
+    sums = torch.empty(min(rows, base.shape[0]), base.shape[1], dtype=wide, device=base.device)
     for out, given, left in zip(merged.split(rows), base.split(rows), up.split(rows)):
-        out.copy_(merge(given, Pair(down, left, pair.scaling)))
+        part = sums[: len(given)]
+        part.copy_(given).addmm_(left, down, alpha=pair.scaling)
+        out.copy_(part)
 
 
 def all_linear_bytes(geometry: ModelGeometry, bytes_per_element: int) -> int:

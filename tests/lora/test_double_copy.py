@@ -258,3 +258,45 @@ def test_an_engine_without_a_double_copy_says_how_to_get_one():
 def test_a_double_copy_without_targets_is_refused():
     with pytest.raises(AdapterError, match="without targets"):
         DoubleCopy(tiny_model(), [])
+
+
+def test_the_base_saved_after_a_refresh_is_pristine_and_merges_to_the_same_logits(tmp_path):
+    double, lora = DoubleCopy(tiny_model()), adapter()
+    double.refresh(lora)
+    double.base.save_pretrained(tmp_path)
+    loaded = type(double.base).from_pretrained(tmp_path, dtype=torch.float32)
+    assert {n: fingerprint([("", t)]) for n, t in loaded.state_dict().items()} == {
+        n: fingerprint([("", t)]) for n, t in tiny_model().state_dict().items()}
+    again = DoubleCopy(loaded)
+    again.refresh(lora)
+    ids = torch.tensor([PROMPTS[1]])
+    with torch.no_grad():
+        assert torch.equal(again.inference(input_ids=ids).logits, double.inference(input_ids=ids).logits)
+
+
+def test_rollout_and_trainer_agree_on_log_probabilities():
+    """|delta log p| of each token, merged in the engine against PEFT unmerged in the trainer, in fp32."""
+    model = tiny_model(seed=1)
+    double, lora = DoubleCopy(model), random_adapter(model, "all-linear", rank=3, alpha=6, strength=0.05, seed=0)
+    double.refresh(lora)
+    engine = FlexEngine(double.inference, fake_tokenizer(), CONFIG)
+    trainer = unmerged_view(double.base, lora)
+    for prompt in PROMPTS:
+        forced = engine.generate([prompt], GREEDY)[0].token_ids
+        with torch.no_grad():
+            theirs = trainer(input_ids=torch.tensor([[*prompt, *forced]])).logits[0, len(prompt) - 1: -1].log_softmax(-1)
+        ours = engine.trace(prompt, forced).logits[:-1].log_softmax(-1)
+        chosen = torch.tensor(forced)[:, None]
+        assert (ours.gather(1, chosen) - theirs.gather(1, chosen)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_is_one_percent_off_trips_the_accuracy_tier(dtype):
+    from gemma4_flex.lora.drift import _accuracy_tier
+    double, lora = DoubleCopy(tiny_model(dtype=dtype)), adapter(dtype=dtype)
+    double.refresh(lora)
+    assert _accuracy_tier(double, lora).passed
+    with torch.no_grad():
+        double.merged["model.layers.3.mlp.down_proj"].mul_(1.01)
+    tier = _accuracy_tier(double, lora)
+    assert not tier.passed and "layers.3.mlp.down_proj" in tier.detail
