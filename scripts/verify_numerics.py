@@ -22,7 +22,7 @@ from gemma4_flex.geometry import UnsupportedModelError
 from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
 from gemma4_flex.verify.report import describe, verify_model, write
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "runs"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--capture_cudagraph", action="store_true", help="replay captured decode graphs")
     flags.add_argument("--max_new_tokens", type=int, default=16, help="rows compared a prompt (default 16)")
     flags.add_argument("--seed", type=int, default=EngineConfig.seed, help="for random prompts and synthetic weights")
-    flags.add_argument("--out", type=Path, default=RESULTS, help="directory of the JSON file and the plot (default: results/)")
+    flags.add_argument("--out", type=Path, default=RESULTS, help="directory of the JSON file and the plot (default: results/runs/)")
     return flags
 
 

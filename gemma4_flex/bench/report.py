@@ -267,7 +267,7 @@ def table(result: dict) -> str:
     rows = [
         ("model", f"{result['model_name']}, {_dtype(result)} on {result['device_name']}"),
         ("attention", f"{_backends(result)}; shared layers {result['shared_kv']}"),
-        ("prompts", f"{workload['n_prompts']}, batch {result['batch']}, {len(result['rounds'])} rounds after warm-up"),
+        ("prompts", f"{workload['n_prompts']}, batch {result['batch']}, rounds after warm-up: {len(result['rounds'])}"),
         ("prompt tokens", _span(workload["prompt_tokens"])),
         ("output tokens", _span(workload["output_tokens"])),
         ("prefill tok/s", _with_spread(result, "prefill_tps")),

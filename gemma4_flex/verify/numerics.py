@@ -311,7 +311,7 @@ def hold_bfloat16(levels: Sequence[Level], partings: Sequence[Parting]) -> list[
     reach = 2 * levels[-1].between_max
     worst = max((parting.margin for parting in partings), default=0.0)
     return [
-        *(Contract(f"{name} error no larger than HF's", ratio <= ERROR_RATIO,
+        *(Contract(f"{name} error within 1.1 of HF's", ratio <= ERROR_RATIO,
                    f"the engine's mean error against float64 is {ratio:.3f} of HF's, allowed {ERROR_RATIO:g}")
           for name, ratio in ratios.items()),
         Contract("tokens part from HF's by rounding only", worst <= reach,

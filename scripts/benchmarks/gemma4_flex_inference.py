@@ -205,6 +205,7 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
         template = workload.resolve_template(engine.tokenizer, args.chat_template)
         encoded = workload.encode_prompts(prompts, engine.tokenizer, args.chat_template)
     quiet = not sys.stderr.isatty()
+    print("preparing: kernels compile and decode steps are captured, about a minute the first time", flush=True)
     with tqdm(total=1 + args.n_rounds, desc="warm-up, then rounds", unit="round", disable=quiet) as bar:
         measurement = measure.measure_rounds(
             engine, [list(p.ids) for p in encoded], params, n_rounds=args.n_rounds,
