@@ -27,7 +27,7 @@ from gemma4_flex.lora.adapters import (
 )
 from gemma4_flex.models.gemma4 import view_of
 
-SLICE = {"cpu": 1 << 17, "cuda": 1 << 22}      # elements merged at a time
+SLICE = {"cpu": 1 << 18, "cuda": 1 << 22}      # elements merged at a time
 
 
 def pristine_view(model: nn.Module) -> nn.Module:
