@@ -300,3 +300,16 @@ def test_a_layer_that_is_one_percent_off_trips_the_accuracy_tier(dtype):
         double.merged["model.layers.3.mlp.down_proj"].mul_(1.01)
     tier = _accuracy_tier(double, lora)
     assert not tier.passed and "layers.3.mlp.down_proj" in tier.detail
+
+
+def test_weights_that_generated_join_autograd_afterwards_from_ids_and_mask_alone():
+    model = tiny_model()
+    double = DoubleCopy(model)
+    engine = FlexEngine(double.inference, fake_tokenizer(), CONFIG)
+    before = tokens(engine)
+    trainer = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    ids = torch.tensor([PROMPTS[0]])
+    trainer(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
+    grads = [p.grad for n, p in trainer.named_parameters() if "lora_B" in n]
+    assert grads and all(g is not None and bool(g.abs().sum() > 0) for g in grads)
+    assert tokens(engine) == before
