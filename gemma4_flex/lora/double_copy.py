@@ -60,7 +60,6 @@ class DoubleCopy:
         for path in paths:
             self.merged[path] = self._own_weight(path, mine[path])
         self.engines: weakref.WeakSet = weakref.WeakSet()      # that run `inference` and must hear of a refresh
-        self.active: str | None = None
 
     def _own_weight(self, path: str, linear: nn.Module) -> nn.Parameter:
         """Give a linear of the inference copy a weight of its own."""
@@ -107,7 +106,6 @@ class DoubleCopy:
                 updates.enter_context(engine.update_weights(policy))
             for path in self.merged:
                 self.write_one(path, pairs.get(path))
-        self.active = None if adapter is None else adapter.name
 
     @torch.no_grad()
     def write_one(self, path: str, pair: Pair | None) -> None:
