@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from gemma4_flex.compiled import RECOMPILE_LIMIT
+from gemma4_flex.kernel_options import decode_layout
 from gemma4_flex.kv_cache import KVGroup
 from gemma4_flex.masks import PageMask, Rows, columns_in_view, page_mask, page_span, visible
+from gemma4_flex.row_attention import row_attention
 
 SCALE = 1.0
-RECOMPILE_LIMIT = 512     # one kernel a static shape: buckets x layer types, far below this
 
 
-def row_width(device_type: str) -> int:
-    """Queries a prefill row holds. GPU tiles want 64 to 128; on a CPU short rows waste less on short prompts."""
-    return 128 if device_type == "cuda" else 32
+def row_width(device_type: str, name: str) -> int:
+    """Queries a prefill row holds with the back end `name`. GPU tiles want 64 to 128, and sdpa's calls are few then; for flex
+    on a CPU short rows waste less on short prompts."""
+    return 32 if device_type == "cpu" and name == "flex" else 128
 
 
 def flex_obstacle(device_type: str) -> str | None:
@@ -45,11 +48,16 @@ def flex_obstacle(device_type: str) -> str | None:
 def _flex(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor | None,
           whole: Tensor | None, table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int,
           window: int | None, q_block: int, options: dict | None) -> Tensor:
+    R, H, Q, D = q.shape
+    folded = Q == 1 and bool(options) and bool(options.get("FORCE_USE_FLEX_ATTENTION"))
+    if folded:      # the heads of a kv head as queries of one position: one tile, and one kernel without a combine step
+        q = q.view(R, keys.shape[1], H // keys.shape[1], D)
     block_mask = BlockMask.from_kv_blocks(
         num_partial, partial, num_whole, whole, BLOCK_SIZE=(q_block, page_size),
-        mask_mod=visible(table, logical, slots, first, page_size, window),
+        mask_mod=visible(table, logical, slots, first, page_size, window, one_position=folded),
         seq_lengths=(q.shape[2], keys.shape[2]), compute_q_blocks=False)
-    return flex_attention(q, keys, values, block_mask=block_mask, enable_gqa=True, scale=SCALE, kernel_options=options)
+    out = flex_attention(q, keys, values, block_mask=block_mask, enable_gqa=True, scale=SCALE, kernel_options=options)
+    return out.reshape(R, H, Q, D)
 
 
 @functools.cache
@@ -72,15 +80,19 @@ def _(q, *args):
     return q.new_empty(q.shape)
 
 
-def paged_flex(q: Tensor, group: KVGroup, owner: int, rows: Rows, mask: PageMask, options: dict | None = None) -> Tensor:
-    """Attention [R, H, Q, D] of queries `q` over the pages of `owner`, by compiled flex_attention reading them in place."""
-    return _flex_op(q, group.keys[owner], group.values[owner], mask.num_partial, mask.partial, mask.num_whole, mask.whole,
-                    group.table, group.logical, rows.slots, rows.first, group.page_size, group.window or 0,
-                    rows.width if rows.width > 1 else 128, json.dumps(options))
+def paged_flex(q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, rows: Rows, mask: PageMask,
+               options: dict | None = None, *, inline: bool = False) -> Tensor:
+    """Attention [R, H, Q, D] of queries `q` over pools `keys` and `values` of `group`, by flex_attention reading the pages in
+    place: compiled by itself, or `inline`, for the region around it to compile."""
+    block = rows.width if rows.width > 1 else 128
+    lists = (mask.num_partial, mask.partial, mask.num_whole, mask.whole, group.table, group.logical, rows.slots, rows.first,
+             group.page_size)
+    if inline:
+        return _flex(q, keys, values, *lists, group.window, block, options)
+    return _flex_op(q, keys, values, *lists, group.window or 0, block, json.dumps(options))
 
 
-@dataclass(frozen=True)
-class GatherPlan:
+class GatherPlan(NamedTuple):
     """What SDPA needs of a group for some rows: pool rows of the keys in view [R, N'] and which queries see them
     [R, 1, Q, N'] (bool)."""
     pool_rows: Tensor
@@ -90,11 +102,12 @@ class GatherPlan:
 def gather_plan(group: KVGroup, rows: Rows) -> GatherPlan:
     """Every position a row can see, in logical order; the sequence's own pages only."""
     span = page_span(rows, group.page_size, group.window)
-    columns = columns_in_view(rows.width, group.page_size, group.window, group.columns)
-    if rows.reach is not None:
-        columns = min(columns, -(-rows.reach // group.page_size))
     device = rows.slots.device
-    logical = span.first[:, None] + torch.arange(columns, device=device)
+    if group.window is None and rows.columns is not None:
+        logical = span.first[:, None] + rows.columns
+    else:
+        columns = columns_in_view(rows.width, group.page_size, group.window, group.columns)
+        logical = span.first[:, None] + torch.arange(columns, device=device)
     page = group.table[rows.slots[:, None], logical.clamp(max=group.columns - 1)].long()
     inside = torch.arange(group.page_size, device=device)
     pool_rows = (page[:, :, None] * group.page_size + inside).flatten(1)
@@ -119,34 +132,54 @@ def grouped_sdpa(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tenso
     return F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen, scale=SCALE).reshape(R, H, Q, D)
 
 
-def paged_sdpa(q: Tensor, group: KVGroup, owner: int, plan: GatherPlan) -> Tensor:
-    """Attention [R, H, Q, D] of queries `q` over the pages of `owner`, gathered to a dense [R, K, N', D] first."""
-    keys = group.keys[owner][0][:, plan.pool_rows].transpose(0, 1)
-    values = group.values[owner][0][:, plan.pool_rows].transpose(0, 1)
-    return grouped_sdpa(q, keys, values, plan.seen)
+def gather(pool: Tensor, pool_rows: Tensor) -> Tensor:
+    """Pool rows [R, N'] as [R, K, N', D]."""
+    return pool[0][:, pool_rows].transpose(0, 1)
+
+
+def paged_sdpa(q: Tensor, keys: Tensor, values: Tensor, plan: GatherPlan) -> Tensor:
+    """Attention [R, H, Q, D] of queries `q` over the pools `keys` and `values`, gathered to a dense [R, K, N', D] first."""
+    return grouped_sdpa(q, gather(keys, plan.pool_rows), gather(values, plan.pool_rows), plan.seen)
 
 
 class PagedBackend:
-    """How one attention type's layers attend over their group: `flex` or `sdpa`, with kernel options by phase."""
+    """How one attention type's layers attend over their group: `flex` or `sdpa`, with kernel options by phase. `inline`: the
+    flex call is part of the compiled region around it."""
 
-    def __init__(self, name: str, group: KVGroup, options: dict[str, dict | None]):
+    def __init__(self, name: str, group: KVGroup, options: dict[str, dict | None], *, inline: bool = False):
         self.name = name
         self.group = group
         self.options = options
+        self.inline = inline
+        self.on_cpu = group.table.device.type == "cpu"
 
-    def plan(self, rows: Rows) -> PageMask | GatherPlan:
+    def _by_row(self, rows: Rows) -> bool:
+        return self.name == "sdpa" and self.on_cpu and rows.width > 1
+
+    def plan(self, rows: Rows) -> PageMask | GatherPlan | tuple[()]:
         """What all layers of the type share in a step."""
+        if self._by_row(rows):
+            return ()
         if self.name == "sdpa":
             return gather_plan(self.group, rows)
-        on_cpu = rows.slots.device.type == "cpu"
         # torch's CUDA decode template splits its work by what is listed as partial where nothing is listed as whole, and by
         # the length of the whole pool otherwise; the CPU template fails to compile without a list of whole pages
-        return page_mask(self.group, rows, pad_to=self.group.num_pages if on_cpu else 0, list_whole=on_cpu or rows.width > 1)
+        return page_mask(self.group, rows, pad_to=self.group.num_pages if self.on_cpu else 0,
+                         list_whole=self.on_cpu or rows.width > 1)
 
-    def attend(self, q: Tensor, owner: int, rows: Rows, plan: PageMask | GatherPlan) -> Tensor:
-        """[T, H, D] -> [T, H, D] for the step's rows."""
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rows: Rows, plan: PageMask | GatherPlan | tuple[()], owner: int,
+               gathered: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+        """[T, H, D] -> [T, H, D] for the step's rows over the pools of `owner`; `gathered` holds what sdpa has gathered of
+        owners before, and takes this one."""
+        if self._by_row(rows):
+            return row_attention(q, keys, values, self.group.table, rows.slots, rows.first, rows.count,
+                                 rows.token_of[:, 0].contiguous(), self.group.page_size, self.group.window or 0, SCALE)
         split = rows.split(q)
-        if self.name == "sdpa":
-            return rows.join(paged_sdpa(split, self.group, owner, plan))
-        phase = "decode" if rows.width == 1 else "prefill"
-        return rows.join(paged_flex(split, self.group, owner, rows, plan, self.options[phase]))
+        if self.name == "flex":
+            options = self.options["decode" if rows.width == 1 else "prefill"]
+            if rows.width == 1 and not self.on_cpu:
+                options = decode_layout(q.shape[-1], q.shape[0]) | (options or {})
+            return rows.join(paged_flex(split, keys, values, self.group, rows, plan, options, inline=self.inline))
+        if owner not in gathered:
+            gathered[owner] = gather(keys, plan.pool_rows), gather(values, plan.pool_rows)
+        return rows.join(grouped_sdpa(split, *gathered[owner], plan.seen))

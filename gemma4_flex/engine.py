@@ -11,25 +11,21 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from gemma4_flex.decode_state import MAX_STOP_IDS
 from gemma4_flex.geometry import ModelGeometry
 from gemma4_flex.kv_cache import memory_bytes
-from gemma4_flex.page_table import PageTable, sliding_pool_pages
+from gemma4_flex.memory import pages_for, sized_tables
 from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
 from gemma4_flex.request import Completion, Request, TokenEvent
-from gemma4_flex.runner import MAX_BANNED_IDS, Runner
+from gemma4_flex.runner import Runner
 from gemma4_flex.sampling import NON_FINITE
-from gemma4_flex.scheduler import Scheduler, StepPlan
+from gemma4_flex.scheduler import Scheduler, Span, StepPlan
 from gemma4_flex.sequence import Sequence
+from gemma4_flex.sizing import pool_bytes
 from gemma4_flex.text import Detokenizer, PromptError, encode_ids, encode_prompt
+from gemma4_flex.trace import Trace, trace
 
 Prompt = str | Seq[dict] | Seq[int]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Teacher-forced states of n = len(forced_ids) + 1 positions, from the last prompt token on."""
-    hidden: Tensor               # [L + 1, n, hidden]: the prelude's stream, then after each layer
-    logits: Tensor               # [n, V], after the softcap, as float
 
 
 @dataclass
@@ -39,6 +35,7 @@ class EngineStats:
     decode_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    mixed_tokens: int = 0        # drawn in prefill passes, with mixed_prefill
     steps_replayed: int = 0
     steps_eager: int = 0
     num_preemptions: int = 0
@@ -91,9 +88,15 @@ class FlexEngine:
             raise ValueError(f"fa4_prefill: FlashAttention 4 stops at head_dim 128 and this model has {widest}: "
                              "leave it out or use --no-fa4_prefill.")
         self.stop_ids = frozenset(i for i in model_stop_ids(model, tokenizer) if i < self.geometry.vocab_size)
-        tables = self._page_tables(weight)
+        self.sizing = ""                             # how gpu_memory_utilization came to the pools' pages
+        if config.gpu_memory_utilization is not None:
+            pages, self.sizing = pages_for(model, self.geometry, self.config)
+            self.config = replace(self.config, n_pages=pages, gpu_memory_utilization=None)
+        self._check_room(weight)
+        tables = sized_tables(self.geometry, self.config)
         self.scheduler = Scheduler(tables, max_batch_size=self.config.max_batch_size,
-                                   max_seq_length=self.config.max_seq_length, max_prefill_tokens=self.config.max_prefill_tokens)
+                                   max_seq_length=self.config.max_seq_length, max_prefill_tokens=self.config.max_prefill_tokens,
+                                   decode_steps=self.config.decode_steps_per_sync)
         self.runner = Runner(model, self.geometry, self.config, tables)
         self._prepared = False
         self.weight_epoch = 0                        # raised by every `update_weights`
@@ -115,23 +118,14 @@ class FlexEngine:
                                  four_bit=four_bit)
         return cls(change(loaded.model), loaded.tokenizer, config)
 
-    def _page_tables(self, weight: Tensor) -> dict[str, PageTable]:
-        """A page table for each attention type, once it is sure that their pools fit beside `weight`."""
-        config, geometry = self.config, self.geometry
-        windows = {kind: geometry.layers[geometry.owners(kind)[0]].window for kind in geometry.attention_types}
-        n_pages = {kind: config.n_pages if window is None else sliding_pool_pages(
-            window=window, page_size=config.page_size, max_batch_size=config.max_batch_size,
-            max_prefill_tokens=config.max_prefill_tokens, max_seq_length=config.max_seq_length)
-            for kind, window in windows.items()}
-        per_token = geometry.kv_bytes_per_token(weight.element_size())
-        needed = sum(n_pages[kind] * config.page_size * per_token[kind] for kind in windows)
+    def _check_room(self, weight: Tensor) -> None:
+        """Raise InvalidParameterError unless the pools fit the device."""
+        config = self.config
+        needed = pool_bytes(self.geometry, config, config.n_pages, weight.element_size())
         if needed > (room := memory_bytes(weight.device)):
             raise InvalidParameterError(
                 f"the K/V pools need {needed / 2**30:,.1f} GiB and {weight.device} has room for {room / 2**30:,.1f} GiB: lower "
                 f"max_batch_size={config.max_batch_size}, max_seq_length={config.max_seq_length} or n_pages={config.n_pages}.")
-        return {kind: PageTable(kind, n_pages=n_pages[kind], page_size=config.page_size, window=window,
-                                num_slots=config.max_batch_size + 1, max_seq_length=config.max_seq_length)
-                for kind, window in windows.items()}
 
     @torch.no_grad()
     @_uncast
@@ -160,8 +154,8 @@ class FlexEngine:
             raise PromptError(f"stop_token_ids has {outside[0]}, which is outside the vocabulary of "
                               f"{self.geometry.vocab_size:,} ids.")
         sequence = Sequence(self._next_id, ids, params, stop_ids=self.stop_ids, max_seq_length=self.config.max_seq_length)
-        if params.min_new_tokens and len(sequence.active_stop_ids) > MAX_BANNED_IDS:
-            raise PromptError(f"min_new_tokens can hold back at most {MAX_BANNED_IDS} stop ids and this request has "
+        if params.min_new_tokens and len(sequence.active_stop_ids) > MAX_STOP_IDS:
+            raise PromptError(f"min_new_tokens can hold back at most {MAX_STOP_IDS} stop ids and this request has "
                               f"{len(sequence.active_stop_ids)}.")
         self.scheduler.add(sequence)
         self._requests[self._next_id] = Request(sequence, Detokenizer(self.tokenizer, params.stop), time.perf_counter())
@@ -196,23 +190,34 @@ class FlexEngine:
 
     @_uncast
     def _run(self, plan: StepPlan) -> list[TokenEvent]:
-        tokens: dict[int, int] = {}
         for span in plan.prefill:
             request = self._requests[span.sequence.request_id]
             request.epoch_started = self.weight_epoch if request.epoch_started is None else request.epoch_started
+        mixed = self.config.mixed_prefill and bool(plan.prefill)
+        tokens: dict[int, int] = {}
+        drawn: dict[int, list[int]] = {}
         if plan.prefill:
             start = time.perf_counter()
-            tokens |= self.runner.prefill(plan.prefill)[0]
+            together = tuple(Span(s, s.num_computed, 1) for s in plan.decode) if mixed else ()
+            tokens = self.runner.prefill(plan.prefill + together)[0]
             self.stats.prefill_s += time.perf_counter() - start
             self.stats.prefill_tokens += sum(span.count for span in plan.prefill)
-        if plan.decode:
+            self.stats.mixed_tokens += len(together)
+        if plan.decode and not mixed:
             start = time.perf_counter()
-            tokens |= self.runner.decode(plan.decode)[0]
+            drawn = self.runner.decode(plan.decode, steps=plan.steps)[0]
             self.stats.decode_s += time.perf_counter() - start
-            self.stats.decode_tokens += len(plan.decode)
-        ended = self._end_non_finite(tokens)
-        self.scheduler.complete(plan, tokens)
-        return ended + [self._event(request_id, token) for request_id, token in tokens.items()]
+        events = []
+        for step in range(plan.steps):      # as if the host had looked after each of them
+            if step:
+                plan, tokens = StepPlan((), tuple(s for s in plan.decode if not s.is_finished), ()), {}
+            if not mixed:
+                tokens |= {s.request_id: drawn[s.request_id][step] for s in plan.decode}
+                self.stats.decode_tokens += len(plan.decode)
+            events += self._end_non_finite(tokens)
+            self.scheduler.complete(plan, tokens)
+            events += [self._event(request_id, token) for request_id, token in tokens.items()]
+        return events
 
     def _end_non_finite(self, tokens: dict[int, int]) -> list[TokenEvent]:
         """Take requests whose logits or K/V broke out of the batch, and zero their pages before anyone else gets them."""
@@ -341,12 +346,12 @@ class FlexEngine:
 
     def _check_weights(self) -> None:
         """A weight that was rebound, not written in place, would leave the engine on the old one: an error, by name."""
-        mine = self.runner.weights
+        mine = self.runner.addresses
         for name, tensor in (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()):
-            if name in mine and tensor.data_ptr() != mine[name].data_ptr():
+            if name in mine and tensor.data_ptr() != mine[name]:
                 raise RuntimeError(f"{name} of the model was rebound to new storage after the engine was made: "
                                    "write weights in place (tensor.copy_), or make a new engine.")
-        for size, graph in self.runner.graphs.items():
+        for (size, _), graph in self.runner.graphs.items():
             if moved := graph.moved():
                 raise RuntimeError(f"{moved[0]} moved after the step of batch {size} was captured: write weights in place "
                                    "(tensor.copy_), or make a new engine.")
@@ -366,24 +371,9 @@ class FlexEngine:
         request_id = self.submit(list(prompt_ids), params)
         try:
             self.prepare()
-            return self._trace(self._requests[request_id].sequence, forced_ids)
+            return trace(self.scheduler, self.runner, self._requests[request_id].sequence, forced_ids)
         finally:
             self._drop([request_id])
-
-    def _trace(self, sequence: Sequence, forced_ids: list[int]) -> Trace:
-        streams, logits = [], []
-        for n in range(len(forced_ids) + 1):
-            while len(sequence.output_ids) == n:
-                plan, record = self.scheduler.plan(), []
-                wants = bool(plan.decode) or any(span.wants_logits for span in plan.prefill)
-                run, work = (self.runner.decode, plan.decode) if plan.decode else (self.runner.prefill, plan.prefill)
-                _, rows = run(work, record)
-                if wants:
-                    streams.append(torch.stack([stream[:1] for stream in record]))
-                    logits.append(rows[:1].float().clone())
-                token = forced_ids[n] if n < len(forced_ids) else 0
-                self.scheduler.complete(plan, {sequence.request_id: token} if wants else {})
-        return Trace(torch.cat(streams, dim=1), torch.cat(logits))
 
     # ---- what it is made of -------------------------------------------------------------------------------------
 

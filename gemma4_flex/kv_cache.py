@@ -46,11 +46,6 @@ class KVGroup:
         page = self.table[slots, positions // self.page_size].long()
         return page * self.page_size + positions % self.page_size
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, rows: Tensor) -> None:
-        """Store [T, kv_heads, D] keys and values of an owner layer at pool `rows` [T]."""
-        self.keys[layer][0].index_copy_(1, rows, keys.transpose(0, 1))
-        self.values[layer][0].index_copy_(1, rows, values.transpose(0, 1))
-
     def scrub(self, pages: Iterable[int]) -> None:
         """Zero `pages` in every pool: for a sequence that left non-finite values behind."""
         index = torch.tensor(list(pages), device=self.table.device, dtype=torch.long)
@@ -60,6 +55,15 @@ class KVGroup:
     def num_bytes(self) -> int:
         """Bytes of all pools, reserved page included."""
         return sum(pool.numel() * pool.element_size() for pool in (*self.keys.values(), *self.values.values()))
+
+
+def store(key_pool: Tensor, value_pool: Tensor, keys: Tensor, values: Tensor, rows: Tensor) -> None:
+    """Write [T, kv_heads, D] keys and values to `rows` [T] of a layer's pools [1, kv_heads, pool rows, D].
+
+    The index goes on the pool itself: through a view of it, Inductor would copy the whole pool.
+    """
+    key_pool[:, :, rows] = keys.transpose(0, 1)[None]
+    value_pool[:, :, rows] = values.transpose(0, 1)[None]
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,17 +24,17 @@ from torch import Tensor
 from gemma4_flex.kv_cache import KVGroup
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Query rows of a step. `token_of` [R, Q] picks each row's queries from the step's flat tokens and `place_of` [T]
-    finds a token's query among the R * Q; both are None in decode, where row r is token r."""
+    finds a token's query among the R * Q; both are None in decode, where row r is token r. `columns` [C] are 0 ... C - 1:
+    no row sees a page of its sequence beyond the first C; None where the host does not know."""
     slots: Tensor            # [R] int64
     first: Tensor            # [R] int64
     count: Tensor            # [R] int64, at least 1
     width: int
     token_of: Tensor | None = None
     place_of: Tensor | None = None
-    reach: int | None = None     # positions in view are below this, where the host knows it (never inside a captured step)
+    columns: Tensor | None = None
 
     def split(self, x: Tensor) -> Tensor:
         """[T, H, D] -> [R, H, Q, D]; places past a row's count repeat some token and are never read back."""
@@ -77,8 +78,7 @@ def columns_in_view(width: int, page_size: int, window: int | None, columns: int
     return columns if window is None else min(columns, (window + width - 3) // page_size + 2)
 
 
-@dataclass(frozen=True)
-class PageMask:
+class PageMask(NamedTuple):
     """flex_attention's block lists over pages: partial [R,1,1] and [R,1,1,C], whole likewise (int32, physical pages), or no
     lists of whole pages, where all stand among the partial ones."""
     num_partial: Tensor
@@ -108,14 +108,16 @@ def page_mask(group: KVGroup, rows: Rows, *, pad_to: int = 0, list_whole: bool =
     return PageMask(num_partial.int()[:, None, None], pages(partial), *((counted, pages(whole)) if list_whole else (None, None)))
 
 
-def visible(table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int, window: int | None) -> Callable:
+def visible(table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int, window: int | None, *,
+            one_position: bool = False) -> Callable:
     """A flex_attention mask_mod over the whole pool: key `kv` is seen by query `q` of row `b` when its page belongs to the
-    row's sequence (the table lists it at its own logical place), it is not in the future, and it is inside the window."""
+    row's sequence (the table lists it at its own logical place), it is not in the future, and it is inside the window.
+    `one_position`: all queries of a row stand at its first position."""
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         page = kv // page_size
         logical_page = logical[page]
         key_position = logical_page * page_size + kv % page_size
-        query_position = first[b] + q
+        query_position = first[b] if one_position else first[b] + q
         seen = (table[slots[b], logical_page] == page) & (key_position <= query_position)
         return seen if window is None else seen & (query_position - key_position < window)
     return mask_mod

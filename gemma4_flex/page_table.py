@@ -16,14 +16,15 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def sliding_pool_pages(
-    *, window: int, page_size: int, max_batch_size: int, max_prefill_tokens: int, max_seq_length: int
+    *, window: int, page_size: int, max_batch_size: int, max_prefill_tokens: int, max_seq_length: int, decode_steps: int = 1
 ) -> int:
     """Pages, the reserved one included, with which a sliding group is never what a step waits for.
 
     A sequence that computes c tokens holds at most window - 1 + c consecutive positions, and those touch at most
-    ceil(window / page_size) + 2 + floor(c / page_size) pages; the c of one step's chunks sum to max_prefill_tokens.
+    ceil(window / page_size) + 2 + floor(c / page_size) pages; the c of one step's chunks sum to max_prefill_tokens. A
+    decoding sequence holds the places of `decode_steps` tokens at once.
     """
-    in_window = max_batch_size * (_ceil_div(window, page_size) + 2)
+    in_window = max_batch_size * (_ceil_div(window + decode_steps - 1, page_size) + 2)
     in_chunks = max_prefill_tokens // page_size
     whole_sequences = max_batch_size * _ceil_div(max_seq_length, page_size)
     return 1 + min(in_window + in_chunks, whole_sequences)

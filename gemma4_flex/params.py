@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from gemma4_flex.kernel_options import check_options
 
 DEFAULT_PAGE_SIZE = {"cuda": 128, "cpu": 32}
+DEFAULT_ATTENTION = {"cuda": "flex", "cpu": "sdpa"}
 DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 
 
@@ -101,12 +102,18 @@ class EngineConfig:
 
     device: "auto", "cpu" or "cuda".
     dtype: "auto", "float32" or "bfloat16"; float16 is refused because Gemma-4's activations overflow it.
-    attention: "flex" (compiled flex_attention) or "sdpa" (pages gathered, then scaled_dot_product_attention).
+    attention: "flex" (compiled flex_attention), "sdpa" (pages gathered, then scaled_dot_product_attention) or "auto": flex on
+        a GPU, sdpa on a CPU, where it is part of the compiled step.
     shared_kv: "paged" (shared layers read their owner's pages) or "sidecar" (they read a fixed-address copy).
     capture_cudagraph: capture one decode graph per batch bucket and replay it.
+    compile: compile steps with Inductor.
+    decode_steps_per_sync: most decode steps that run before the host looks at what they drew; what is drawn is the same.
+    mixed_prefill: compute waiting prompts and the running sequences' next tokens in one pass where both are due.
     max_batch_size: most sequences running at once.
     max_seq_length: most tokens of a sequence, prompt and output together.
-    n_pages: pages of the full-attention group, the reserved page 0 included.
+    n_pages: pages of the full-attention group, the reserved page 0 included; None: what a full batch of the longest sequences
+        needs, or as many of them as gpu_memory_utilization leaves room for.
+    gpu_memory_utilization: share of the device's memory (on a CPU: of the machine's) that weights, a step and K/V may take.
     page_size: tokens a page holds, a power of two.
     max_prefill_tokens: most prompt tokens computed in one step, over all sequences.
     decode_kernel_options, prefill_kernel_options: flex_attention `kernel_options` that override the engine's table.
@@ -118,12 +125,16 @@ class EngineConfig:
 
     device: str = "auto"
     dtype: str = "auto"
-    attention: str = "flex"
+    attention: str = "auto"
     shared_kv: str = "paged"
     capture_cudagraph: bool = False
+    compile: bool = True
+    decode_steps_per_sync: int = 8
+    mixed_prefill: bool = False
     max_batch_size: int = 8
     max_seq_length: int = 2048
     n_pages: int | None = None
+    gpu_memory_utilization: float | None = None
     page_size: int | None = None
     max_prefill_tokens: int = 2048
     decode_kernel_options: dict | None = None
@@ -138,9 +149,11 @@ class EngineConfig:
                 "dtype='float16' cannot be used: Gemma-4's activations overflow it; use 'bfloat16' or 'float32'."
             )
         _require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        _require_choice("attention", self.attention, ("flex", "sdpa"))
+        _require_choice("attention", self.attention, ("auto", "flex", "sdpa"))
         _require_choice("shared_kv", self.shared_kv, ("paged", "sidecar"))
-        _require_bool("capture_cudagraph", self.capture_cudagraph)
+        for name in ("capture_cudagraph", "compile", "mixed_prefill"):
+            _require_bool(name, getattr(self, name))
+        _require_int("decode_steps_per_sync", self.decode_steps_per_sync, minimum=1)
         _require_int("max_batch_size", self.max_batch_size, minimum=1)
         # One prompt token and one new one: anything shorter could not run a single request.
         _require_int("max_seq_length", self.max_seq_length, minimum=2)
@@ -151,6 +164,11 @@ class EngineConfig:
         if self.n_pages is not None:
             # Page 0 is reserved, so a pool of one page holds nothing.
             _require_int("n_pages", self.n_pages, minimum=2)
+            if self.gpu_memory_utilization is not None:
+                raise InvalidParameterError("n_pages and gpu_memory_utilization both size the pools: give one of them.")
+        share = self.gpu_memory_utilization
+        if share is not None and (isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1):
+            raise InvalidParameterError(f"gpu_memory_utilization={share!r} cannot be used: give a share such as 0.9.")
         if self.page_size is not None:
             self._check_page_size()
         if self.fa4_prefill is not None:
@@ -183,7 +201,8 @@ class EngineConfig:
         object.__setattr__(self, name, dict(options))
 
     def resolved(self, device_type: str) -> EngineConfig:
-        """Return a config in which no field is None or "auto"; this one stays as it is.
+        """Return a config in which no field is None or "auto"; this one stays as it is. Of n_pages and gpu_memory_utilization,
+        one sizes the pools and the other is None.
 
         device_type: "cuda" or "cpu", the best kind of device present; a `device` that was asked for by name wins
         over it, and "cuda" where there is none raises InvalidParameterError.
@@ -200,8 +219,9 @@ class EngineConfig:
             self,
             device=device,
             dtype=DEFAULT_DTYPE[device] if self.dtype == "auto" else self.dtype,
+            attention=DEFAULT_ATTENTION[device] if self.attention == "auto" else self.attention,
             page_size=page_size,
-            n_pages=self.n_pages or 1 + self.max_batch_size * pages_a_sequence,
+            n_pages=self.n_pages or (None if self.gpu_memory_utilization else 1 + self.max_batch_size * pages_a_sequence),
             decode_kernel_options=self.decode_kernel_options or {},
             prefill_kernel_options=self.prefill_kernel_options or {},
             fa4_prefill=bool(self.fa4_prefill),

@@ -1,7 +1,8 @@
 """The one room that touches the device: steps from a plan, through static buffers, to token ids.
 
-Prefill runs eagerly on the flat tokens of all spans. Decode runs on fixed buffers, one row a slot bucket, eagerly or as a
-captured graph per bucket. Neither asks the device where anything is: page tables are mirrored before the step.
+Prefill runs on the flat tokens of all spans. Decode runs on fixed buffers, a row a sequence, up to a bucket's size: as it is,
+or captured; several steps in a row where the plan says so. Nothing asks the device where anything is: page tables are
+mirrored before the step.
 """
 from __future__ import annotations
 
@@ -9,25 +10,26 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gemma4_flex.attention import PagedBackend, flex_obstacle, row_width
+from gemma4_flex.compiled import PLANS, Regions, compile_obstacle
+from gemma4_flex.decode_state import DecodeState, padded_stop_ids
 from gemma4_flex.geometry import ModelGeometry
 from gemma4_flex.kernel_options import choose
 from gemma4_flex.kv_cache import KVCache
 from gemma4_flex.masks import Rows
-from gemma4_flex.models.gemma4 import Gemma4Walk, PagedKV, StepInputs
+from gemma4_flex.models.gemma4 import Gemma4Walk, PagedKV, StepInputs, view_of
 from gemma4_flex.page_table import PageTable
 from gemma4_flex.params import EngineConfig
+from gemma4_flex.prefill import Sizes, prefill_inputs, sizes_of
 from gemma4_flex.sampling import NON_FINITE, draw
 from gemma4_flex.scheduler import Span
 from gemma4_flex.sequence import Sequence
 from gemma4_flex.shared_kv import Sidecar
-from gemma4_flex.step_graph import CaptureError, StepGraph
+from gemma4_flex.step_graph import CaptureError, NoHostReads, StepGraph
 
-MAX_BANNED_IDS = 16
 VALIDATED_REPLAYS = 3     # of a captured step that has to prove itself
 
 
@@ -51,25 +53,51 @@ class Runner:
         self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
         self.notices: list[str] = []
         self.cache = KVCache(geometry, tables, self.dtype, self.device)
-        self.sidecar = Sidecar(geometry, config.max_batch_size + 1, config.max_seq_length, self.dtype, self.device) \
-            if config.shared_kv == "sidecar" else None
-        self.backends = self._choose_backends()
-        self.walk = Gemma4Walk(model, geometry, PagedKV(self.backends, self.sidecar))
-        view = self.walk.model
+        self.sidecar = Sidecar(geometry, config.max_batch_size + 1, config.max_seq_length, config.page_size, self.dtype,
+                               self.device) if config.shared_kv == "sidecar" else None
+        view = view_of(model)
         self.weights = dict(view.named_parameters(remove_duplicate=False)) | dict(view.named_buffers())
+        self.addresses = {name: weight.data_ptr() for name, weight in self.weights.items()}
         # dequantising has returned wrong data under capture (bitsandbytes#1308): a quantised step proves itself first
         self.must_validate = any(getattr(w, "quant_state", None) is not None for w in self.weights.values())
-        # on a CPU every size costs seconds of C++ compiling and padding rows next to nothing: few sizes, far apart
-        self.buckets = buckets_up_to(config.max_batch_size, 2 if self.device.type == "cuda" else 4)
-        self.width = row_width(self.device.type)
-        self.row_buckets = buckets_up_to(-(-config.max_prefill_tokens // self.width) + config.max_batch_size, 8)[1:]
-        rows = config.max_batch_size
-        self.inputs = torch.zeros(3, rows, dtype=torch.long, device=self.device)        # ids, positions, slots
-        self.ban = torch.zeros(rows, dtype=torch.bool, device=self.device)
-        self.banned_ids = torch.zeros(rows, MAX_BANNED_IDS, dtype=torch.long, device=self.device)
-        self.graphs: dict[int, StepGraph] = {}
-        self.compile_s = self.capture_s = 0.0
+        self.regions = self._choose_regions()
+        self.backends = self._choose_backends()
+        self.walk = Gemma4Walk(model, geometry, PagedKV(self.backends, self.sidecar), self.regions)
+        on_cpu_by_flex = self.device.type == "cpu" and any(b.name == "flex" for b in self.backends.values())
+        # on a CPU every size costs flex seconds of C++ compiling, and padding rows next to nothing
+        self.buckets = buckets_up_to(config.max_batch_size, 4 if on_cpu_by_flex else 2)
+        self.width = row_width(self.device.type, "flex" if on_cpu_by_flex else "sdpa")
+        most_tokens = config.max_prefill_tokens + (config.max_batch_size if config.mixed_prefill else 0)
+        self.token_buckets = [size for size in buckets_up_to(most_tokens, 2) if size >= min(self.width, most_tokens)]
+        self.row_buckets = buckets_up_to(self._most_rows(config.max_prefill_tokens), 8)[1:]
+        # how many pages of a sequence a step looks at, where it copies them or their sidecar; flex reads what there is. A trace
+        # of uncompiled steps is slow to make: one for all
+        pages = -(-config.max_seq_length // config.page_size)
+        copies = self.sidecar is not None or any(b.name == "sdpa" and b.group.window is None for b in self.backends.values())
+        traced = config.capture_cudagraph and self.regions.plan is None and self.device.type == "cpu"
+        self.column_buckets = buckets_up_to(pages, 2) if copies and not traced else [pages]
+        self.columns = torch.arange(pages, device=self.device)
+        self.state = DecodeState(config.max_batch_size, config.decode_steps_per_sync, self.device)
+        self.graphs: dict[tuple[int, int], StepGraph] = {}      # by batch and column bucket
+        self.warm_up_s = self.capture_s = 0.0
         self.steps_replayed = self.steps_eager = 0
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent compiling, kernels and regions."""
+        return self.warm_up_s + self.regions.compile_s
+
+    def _choose_regions(self) -> Regions:
+        """What is compiled; nothing, by name in `notices`, where nothing can be."""
+        obstacle = None
+        if self.config.compile:
+            if self.must_validate:
+                obstacle = "4-bit weights: steps run uncompiled, bitsandbytes' parameters cannot be traced"
+            else:
+                obstacle = compile_obstacle(self.device.type)
+            if obstacle:
+                self.notices.append(obstacle)
+        return Regions(PLANS[self.device.type] if self.config.compile and not obstacle else None)
 
     def _choose_backends(self) -> dict[str, PagedBackend]:
         """`config.attention` for each attention type, or sdpa, by name in `notices`, where flex cannot run."""
@@ -92,7 +120,7 @@ class Runner:
                     name = "sdpa"
                     self.notices.append(f"{kind}: no flex_attention configuration for head_dim {head_dim} fits {card.name} "
                                         f"({card.shared_memory_per_block_optin:,} B of shared memory): sdpa instead")
-            backends[kind] = PagedBackend(name, group, options)
+            backends[kind] = PagedBackend(name, group, options, inline=self.regions.plan is not None and self.device.type == "cuda")
         return backends
 
     # ---- static state -------------------------------------------------------------------------------------------
@@ -104,20 +132,35 @@ class Runner:
 
     def static_tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes through its storage."""
-        named = {**self.weights, **self.cache.tensors(), "inputs": self.inputs, "ban": self.ban, "banned_ids": self.banned_ids}
+        named = {**self.weights, **self.cache.tensors(), "columns": self.columns}
+        named |= {f"decode.{name}": buffer for name, buffer in self.state.tensors().items()}
         return named | (self.sidecar.tensors() if self.sidecar else {})
 
     def warm_up(self) -> None:
-        """Compile every attention kernel a step can ask for, on padding rows only, and time it apart."""
-        if all(b.name == "sdpa" for b in self.backends.values()):
-            return
-        start = time.perf_counter()
-        for count in self.row_buckets:
-            self._walk_prefill([], count)
-        for size in self.buckets:
-            self._decode_step(size)
+        """Compile every kernel and region a step can ask for, on padding rows only, and time it apart."""
+        start, before = time.perf_counter(), self.regions.compile_s
+        flex = any(b.name == "flex" for b in self.backends.values())
+        for sizes in self._prefill_shapes(flex):
+            self._walk_prefill([], sizes)
+        if self.regions.plan is not None or flex:
+            for size, columns in reversed(self._shapes()):
+                self._decode_step(size, columns)
+            self.state.fill([], self.buckets[-1])
         self._synchronise()
-        self.compile_s += time.perf_counter() - start
+        self.warm_up_s += time.perf_counter() - start - (self.regions.compile_s - before)
+
+    def _prefill_shapes(self, flex: bool) -> list[Sizes]:
+        """Sizes of prefills that have to be compiled before the first job."""
+        plan, batch = self.regions.plan, self.config.max_batch_size
+        if plan is not None and not plan.symbolic:
+            return [Sizes(tokens, self._most_rows(tokens), batch) for tokens in self.token_buckets]
+        if flex:      # wanted tokens take the kernels of decode
+            return [Sizes(2, rows, 0 if plan is None else _bucket(self.buckets, min(2, batch))) for rows in self.row_buckets]
+        return [] if plan is None else [Sizes(2 * self.width, 2, min(2, batch))]      # a size of 1 would be taken for a constant
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        """Batch and column buckets of decode steps."""
+        return [(size, columns) for size in self.buckets for columns in self.column_buckets]
 
     def capture(self) -> None:
         """Capture the decode step of every bucket, largest first, in one memory pool.
@@ -125,16 +168,20 @@ class Runner:
         A step that cannot be captured is an error; one over quantised weights, that or whose replays are not the eager
         step's, runs eagerly and `notices` say why.
         """
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.regions.compile_s
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._fill([])
+        self.state.fill([], self.buckets[-1])
         graphs = {}
         try:
-            for size in reversed(self.buckets):
-                step = functools.partial(self._decode_step, size)
-                graphs[size] = StepGraph.capture(step, self.static_tensors(), pool=pool)
+            for shape in reversed(self._shapes()):
+                step = functools.partial(self._decode_step, *shape)
+                if not graphs and self.regions.plan is not None:      # compiled code would hide what the step asks for
+                    with self.regions.off(), NoHostReads():
+                        step()
+                graphs[shape] = StepGraph.capture(step, self.static_tensors(), pool=pool,
+                                                   regions=self.regions if self.regions.plan else None)
                 if self.must_validate:
-                    self._validate(graphs[size], step)
+                    self._validate(graphs[shape], step, shape[0])
         except CaptureError as error:
             if not self.must_validate:
                 raise
@@ -142,53 +189,57 @@ class Runner:
             self.notices.append(f"decode steps over quantised weights run eagerly: {str(error).splitlines()[0].rstrip(':')}")
         self.graphs = graphs
         self._synchronise()
-        self.capture_s += time.perf_counter() - start
+        self.capture_s += time.perf_counter() - start - (self.regions.compile_s - before)
 
-    def _validate(self, graph: StepGraph, step: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    def _validate(self, graph: StepGraph, step: Callable[[], tuple[Tensor, Tensor]], size: int) -> None:
         """Raise CaptureError unless replays on inputs the graph was not captured on give the eager step's logits, bit for
         bit. All rows are alike, since all of them are padding and write to the one reserved page."""
+        def rows(n: int) -> None:
+            self.state.rows.ids[:size] = n * self.geometry.vocab_size // (VALIDATED_REPLAYS + 2)
+            self.state.rows.positions[:size] = n % self.config.max_seq_length
         for n in range(1, 1 + VALIDATED_REPLAYS):
-            self.inputs[0].fill_(n * self.geometry.vocab_size // (VALIDATED_REPLAYS + 2))
-            self.inputs[1].fill_(n % self.config.max_seq_length)
+            rows(n)
             eager = step()[1].clone()
+            rows(n)
             if not torch.equal(graph.replay()[1], eager):
                 raise CaptureError(f"replay {n} of {VALIDATED_REPLAYS} on new inputs differs from the eager step")
-        self.inputs.zero_()
+        self.state.fill([], size)
 
     # ---- decode -------------------------------------------------------------------------------------------------
 
-    def _decode_step(self, size: int, record: list[Tensor] | None = None, reach: int | None = None) -> tuple[Tensor, Tensor]:
-        """Token ids [size] and logits [size, V] of the decode step on the static buffers; `reach` as in `Rows`, eagerly."""
-        ids, positions, slots = self.inputs[:, :size].unbind()
-        rows = Rows(slots, positions, torch.ones_like(slots), width=1, reach=reach)
-        logits, _ = self.walk(StepInputs(ids, positions, slots, rows), record)
-        return draw(logits, self.ban[:size], self.banned_ids[:size]), logits
+    def _decode_step(self, size: int, columns: int, record: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Token ids [size] and logits [size, V] of the decode step on the static buffers, which it moves on."""
+        state = self.state.upto(size)
+        rows = Rows(state.slots, state.positions, state.count, 1, columns=self.columns[:columns])
+        step = StepInputs(state.ids, state.positions, state.slots, rows, state=state)
+        ids, logits, _ = self.walk(step, record, self._finish)
+        return ids, logits
 
-    def _fill(self, sequences: Seq[Sequence]) -> int:
-        """Write the sequences' last tokens into the buffers; rows up to the bucket's size become padding. The bucket."""
-        size = _bucket(self.buckets, max(1, len(sequences)))
-        host = np.zeros((3, size), dtype=np.int64)
-        for i, s in enumerate(sequences):
-            host[:, i] = s.last_token, s.num_tokens - 1, s.slot
-        self.inputs[:, :size].copy_(torch.from_numpy(host))
-        ban, banned = _bans(sequences, size)
-        self.ban[:size].copy_(ban)
-        self.banned_ids[:size].copy_(banned)
-        return size
+    def _finish(self, logits: Tensor, step: StepInputs) -> tuple[Tensor, Tensor]:
+        return self.state.finish(logits, step.state), logits
 
-    def decode(self, sequences: Seq[Sequence], record: list[Tensor] | None = None) -> tuple[dict[int, int], Tensor]:
-        """Next token of each sequence, by request_id, and logits [n, V]; `record` takes each layer's stream, from an eager
-        pass. A token of NON_FINITE says that the sequence's numbers broke."""
+    def decode(self, sequences: Seq[Sequence], record: list[Tensor] | None = None, *, steps: int = 1,
+               ) -> tuple[dict[int, list[int]], Tensor]:
+        """The next `steps` tokens of each sequence, by request_id, and the last step's logits [n, V]; `record` takes each
+        layer's stream, from an eager pass. What follows a sequence's end means nothing. A token of NON_FINITE says that the
+        sequence's numbers broke."""
         self.mirror_tables()
-        size = self._fill(sequences)
-        if record is not None or size not in self.graphs:
-            ids, logits = self._decode_step(size, record, reach=max(s.num_tokens for s in sequences))
-        if size in self.graphs:
-            ids, logits = self.graphs[size].replay()
-            self.steps_replayed += 1
+        size = _bucket(self.buckets, len(sequences))
+        reach = -(-(max(s.num_tokens for s in sequences) + steps - 1) // self.config.page_size)
+        shape = size, _bucket(self.column_buckets, min(reach, self.column_buckets[-1]))
+        if record is not None or shape not in self.graphs:
+            self.state.fill(sequences, size)
+            for _ in range(steps):
+                _, logits = self._decode_step(*shape, record)
+        if shape in self.graphs:
+            self.state.fill(sequences, size)
+            for _ in range(steps):
+                _, logits = self.graphs[shape].replay()
+            self.steps_replayed += steps
         else:
-            self.steps_eager += 1
-        return dict(zip((s.request_id for s in sequences), ids.tolist())), logits[: len(sequences)]
+            self.steps_eager += steps
+        drawn = self.state.read(len(sequences), steps)
+        return dict(zip((s.request_id for s in sequences), drawn)), logits[: len(sequences)]
 
     # ---- prefill ------------------------------------------------------------------------------------------------
 
@@ -197,11 +248,12 @@ class Runner:
         numbers broke has NON_FINITE, whether or not it reaches the end."""
         self.mirror_tables()
         ending = [span.sequence for span in spans if span.wants_logits]
-        logits, finite = self._walk_prefill(spans, None, record)
+        logits, finite = self._walk_prefill(spans, self._prefill_sizes(sizes_of(spans, self.width)), record)
         tokens: dict[int, int] = {}
         if ending:
-            ban, banned = _bans(ending, len(logits))
-            ids = draw(logits, ban.to(self.device), banned.to(self.device))
+            ban = torch.tensor([s.bans_stops for s in ending])
+            stops = torch.tensor([padded_stop_ids(s) for s in ending])
+            ids = draw(logits[: len(ending)], ban.to(self.device), stops.to(self.device))
             tokens = dict(zip((s.request_id for s in ending), ids.tolist()))
         whole = iter(finite.tolist())
         for span in spans:
@@ -209,44 +261,30 @@ class Runner:
                 tokens[span.sequence.request_id] = NON_FINITE
         return tokens, logits[: len(ending)]
 
-    def _walk_prefill(self, spans: Seq[Span], num_rows: int | None, record: list[Tensor] | None = None,
-                      ) -> tuple[Tensor, Tensor]:
-        """Logits of the spans' last tokens, where wanted, padded to a batch bucket, and which tokens were finite.
-        No spans: `num_rows` rows of padding."""
-        width = self.width
-        ids, positions, slots, row_list, places, wanted = [], [], [], [], [], []
-        for span in spans:
-            ids += span.sequence.token_ids[span.start: span.start + span.count]
-            positions += range(span.start, span.start + span.count)
-            slots += [span.sequence.slot] * span.count
-            for at in range(0, span.count, width):
-                count = min(width, span.count - at)
-                places += range(len(row_list) * width, len(row_list) * width + count)
-                row_list.append((span.sequence.slot, span.start + at, count, len(ids) - span.count + at))
-            if span.wants_logits:
-                wanted.append(len(ids) - 1)
-        if not spans:
-            ids, positions, slots, places = [0], [0], [0], [0]
-        size = _bucket(self.row_buckets, max(1, len(row_list))) if num_rows is None else num_rows
-        row_array = np.zeros((4, size), dtype=np.int64)
-        row_array[2] = 1
-        if row_list:
-            row_array[:, : len(row_list)] = np.array(row_list, dtype=np.int64).T
-        tail_size = _bucket(self.buckets, len(wanted)) if wanted else 0
-        tail = np.zeros((2, tail_size), dtype=np.int64)                  # slots and positions of wanted rows
-        tail[:, : len(wanted)] = [[slots[i] for i in wanted], [positions[i] for i in wanted]]
-        token_of = row_array[3][:, None] + np.minimum(np.arange(width), row_array[2][:, None] - 1)
+    def _prefill_sizes(self, least: Sizes) -> Sizes:
+        """What a prefill of `least` is padded to, so that no size is compiled anew after `warm_up`."""
+        flex = any(b.name == "flex" for b in self.backends.values())
+        plan = self.regions.plan
+        if plan is not None and not plan.symbolic:
+            tokens = _bucket(self.token_buckets, least.tokens)
+            return Sizes(tokens, self._most_rows(tokens), self.config.max_batch_size)
+        wanted = max(least.wanted, 1 if plan is not None else 0)
+        if not flex:
+            return Sizes(least.tokens, least.rows, wanted)
+        return Sizes(least.tokens, _bucket(self.row_buckets, least.rows), wanted and _bucket(self.buckets, wanted))
 
-        def put(array) -> Tensor:
-            return torch.as_tensor(np.asarray(array, dtype=np.int64)).to(self.device)
-        reach = max(positions) + 1
-        row_slots, row_first, row_count = put(row_array[:3]).unbind()
-        tail_slots, tail_first = put(tail).unbind()
-        step = StepInputs(
-            put(ids), put(positions), put(slots),
-            Rows(row_slots, row_first, row_count, width, put(token_of), put(places), reach),
-            put(wanted + [0] * (tail_size - len(wanted))),
-            Rows(tail_slots, tail_first, torch.ones_like(tail_slots), 1, reach=reach))
+    def _most_rows(self, tokens: int) -> int:
+        """Query rows that a prefill of so many tokens can be cut into: each sequence may leave one half empty."""
+        return -(-tokens // self.width) + self.config.max_batch_size
+
+    def _walk_prefill(self, spans: Seq[Span], sizes: Sizes, record: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Logits of the spans' last tokens, where wanted, and which tokens were finite, both padded to `sizes`."""
+        # without spans two pages: one would be taken for a constant by what compiles sizes as symbols
+        reach = max((span.start + span.count for span in spans), default=2 * self.config.page_size)
+        columns = min(-(-reach // self.config.page_size), len(self.columns))
+        if self.regions.plan is not None and not self.regions.plan.symbolic:
+            columns = _bucket(self.column_buckets, columns)
+        step = prefill_inputs(spans, sizes, self.width, self.columns[:columns], self.device)
         return self.walk(step, record)
 
     def scrub(self, sequence: Sequence) -> None:
@@ -261,15 +299,3 @@ class Runner:
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _bans(sequences: Seq[Sequence], size: int) -> tuple[Tensor, Tensor]:
-    """`draw`'s ban [size] and banned ids [size, MAX_BANNED_IDS]: stop ids, of sequences too short to stop yet."""
-    ban = torch.zeros(size, dtype=torch.bool)
-    banned = torch.zeros(size, MAX_BANNED_IDS, dtype=torch.long)
-    for i, s in enumerate(sequences):
-        if s.bans_stops and s.active_stop_ids:
-            stops = sorted(s.active_stop_ids)
-            ban[i] = True
-            banned[i] = torch.tensor((stops * MAX_BANNED_IDS)[:MAX_BANNED_IDS])
-    return ban, banned

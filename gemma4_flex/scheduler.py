@@ -42,11 +42,13 @@ class StepPlan:
     prefill: spans to compute, of sequences that are not in decode.
     decode: sequences whose last token is computed, at position num_tokens - 1.
     preempted: sequences that lost their slot and pages to make this plan.
+    steps: decode steps to run in a row; more than one only where no prefill waits for them.
     """
 
     prefill: tuple[Span, ...]
     decode: tuple[Sequence, ...]
     preempted: tuple[Sequence, ...]
+    steps: int = 1
 
 
 class Scheduler:
@@ -56,12 +58,14 @@ class Scheduler:
     max_batch_size: most sequences running at once; they take slots 1 to max_batch_size.
     max_seq_length: most tokens of a sequence, prompt and output.
     max_prefill_tokens: most tokens prefilled in one step, over all sequences.
+    decode_steps: most decode steps planned in a row.
 
     A step is `plan`, then the device's work, then `complete`. A plan that is dropped can be made again.
     """
 
     def __init__(
-        self, tables: Mapping[str, PageTable], *, max_batch_size: int, max_seq_length: int, max_prefill_tokens: int
+        self, tables: Mapping[str, PageTable], *, max_batch_size: int, max_seq_length: int, max_prefill_tokens: int,
+        decode_steps: int = 1,
     ) -> None:
         for table in tables.values():
             assert table.num_slots == max_batch_size + 1, "a table has one slot a sequence and the reserved slot 0"
@@ -69,6 +73,7 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.max_seq_length = max_seq_length
         self.max_prefill_tokens = max_prefill_tokens
+        self.decode_steps = decode_steps
         self.running: list[Sequence] = []  # oldest first
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
@@ -128,7 +133,24 @@ class Scheduler:
                 decode.append(sequence)
         prefill = self._plan_prefill(prefilling, may_admit=not preempted, only_started=only_started)
         assert decode or prefill or not (self.has_started if only_started else self.has_work), "a step must advance something"
-        return StepPlan(prefill=tuple(prefill), decode=tuple(decode), preempted=tuple(preempted))
+        steps = 1 if prefill or not decode else self._plan_ahead(decode)
+        return StepPlan(prefill=tuple(prefill), decode=tuple(decode), preempted=tuple(preempted), steps=steps)
+
+    def _plan_ahead(self, decode: list[Sequence]) -> int:
+        """How many steps all of `decode` can take in a row, the pages for them allocated: as many as one of them needs, up to
+        decode_steps; one where pages are short, since nobody is preempted for the sake of a later step."""
+        steps = min(self.decode_steps, max(s.max_output - len(s.output_ids) for s in decode))
+        if steps == 1:
+            return 1
+        # the last token is returned, never computed
+        upto = [min(s.num_computed + steps, len(s.prompt_ids) + s.max_output - 1) for s in decode]
+        for table in self._tables:
+            if sum(table.pages_needed(s.slot, end) for s, end in zip(decode, upto)) > table.num_free:
+                return 1
+        for table in self._tables:
+            for sequence, end in zip(decode, upto):
+                table.extend(sequence.slot, end)
+        return steps
 
     def complete(self, plan: StepPlan, tokens: Mapping[int, int]) -> None:
         """Record that the plan's step ran.
@@ -221,11 +243,13 @@ class Scheduler:
             return False
         if not self.running:
             return True  # alone it fits, or `add` would have refused it
-        num_tokens = self.waiting[0].num_tokens
+        sequence = self.waiting[0]
+        most = len(sequence.prompt_ids) + sequence.max_output - 1      # the last token is returned, never computed
         for table in self._tables:
-            upto = num_tokens if table.window is None else min(num_tokens, budget)
-            # One page of headroom: without it the next page crossing would preempt what was just admitted.
-            if -(-upto // table.page_size) + 1 > table.num_free:
+            upto = sequence.num_tokens if table.window is None else min(sequence.num_tokens, budget)
+            # One page of headroom, if it will ever need one: without it the next page crossing would preempt what was just
+            # admitted.
+            if -(-min(upto + table.page_size, most) // table.page_size) > table.num_free:
                 return False
         return True
 

@@ -17,11 +17,12 @@ from gemma4_flex.masks import Rows
 class Sidecar:
     """Dense K/V by slot of the owners that shared layers read."""
 
-    def __init__(self, geometry: ModelGeometry, num_slots: int, max_seq_length: int, dtype: torch.dtype,
+    def __init__(self, geometry: ModelGeometry, num_slots: int, max_seq_length: int, page_size: int, dtype: torch.dtype,
                  device: torch.device | str):
         read = sorted({layer.kv_owner for layer in geometry.layers if not layer.owns_kv})
         self.windows = {geometry.layers[i].attention_type: geometry.layers[i].window for i in read}
-        self.max_seq_length = max_seq_length
+        self.page_size = page_size
+        self.max_seq_length = max_seq_length = -(-max_seq_length // page_size) * page_size      # whole pages, as the pools
 
         def buffer(owner: int) -> Tensor:
             layer = geometry.layers[owner]
@@ -29,28 +30,32 @@ class Sidecar:
         self.keys = {i: buffer(i) for i in read}
         self.values = {i: buffer(i) for i in read}
 
-    def write(self, owner: int, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None:
-        """Store the owner's [T, kv_heads, D] keys and values; an owner nobody reads has nothing to store."""
-        if owner in self.keys:
-            self.keys[owner][slots, :, positions] = keys
-            self.values[owner][slots, :, positions] = values
+    def buffers(self, owner: int) -> tuple[Tensor, Tensor] | None:
+        """The owner's keys and values, [slots, kv_heads, max_seq_length, head_dim]; None for an owner nobody else reads."""
+        return (self.keys[owner], self.values[owner]) if owner in self.keys else None
+
+    def write(self, buffers: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """Store an owner's [T, kv_heads, D] keys and values in its buffers."""
+        for buffer, rows in zip(buffers, (keys, values)):
+            buffer[slots, :, positions] = rows
 
     def plan(self, attention_type: str, rows: Rows) -> GatherPlan:
         """Positions in view of each row: the window's for sliding layers, all for full ones; `pool_rows` are positions."""
         window = self.windows[attention_type]
         if window is None:
-            reach = self.max_seq_length if rows.reach is None else rows.reach
-            positions = torch.arange(reach, device=rows.first.device).expand(len(rows.first), -1)
+            pages = self.max_seq_length // self.page_size
+            pages = torch.arange(pages, device=rows.first.device) if rows.columns is None else rows.columns
+            inside = torch.arange(self.page_size, device=rows.first.device)
+            positions = (pages[:, None] * self.page_size + inside).flatten().expand(rows.first.shape[0], -1)
         else:
             reach = min(self.max_seq_length, window + rows.width - 1)
             start = (rows.first - window + 1).clamp(min=0, max=self.max_seq_length - reach)
             positions = start[:, None] + torch.arange(reach, device=rows.first.device)
         return GatherPlan(positions, see(rows, positions, window))
 
-    def attend(self, q: Tensor, owner: int, rows: Rows, plan: GatherPlan) -> Tensor:
-        """[T, H, D] -> [T, H, D] over the owner's buffer."""
-        keys = self.keys[owner][rows.slots[:, None], :, plan.pool_rows].transpose(1, 2)
-        values = self.values[owner][rows.slots[:, None], :, plan.pool_rows].transpose(1, 2)
+    def attend(self, q: Tensor, buffers: tuple[Tensor, Tensor], rows: Rows, plan: GatherPlan) -> Tensor:
+        """[T, H, D] -> [T, H, D] over an owner's buffers."""
+        keys, values = (b[rows.slots[:, None], :, plan.pool_rows].transpose(1, 2) for b in buffers)
         return rows.join(grouped_sdpa(rows.split(q), keys, values, plan.seen))
 
     def num_bytes(self) -> int:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gemma4_flex.compiled import Regions
+
 # operations whose result, or whose result's shape, the host has to wait for
 HOST_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "_unique2", "unique_dim",
               "unique_consecutive", "repeat_interleave.Tensor", "item", "equal.default", "is_nonzero", "bincount")
@@ -54,16 +56,20 @@ class StepGraph:
         self._watched = watched
 
     @classmethod
-    def capture(cls, fn: Callable[[], object], static: dict[str, Tensor], *, pool=None) -> StepGraph:
+    def capture(cls, fn: Callable[[], object], static: dict[str, Tensor], *, pool=None, regions: Regions | None = None,
+                ) -> StepGraph:
         """Capture `fn`; `static` names every tensor it reads through its storage (weights, pools, buffers).
 
-        `pool` is a CUDA graph memory pool to share between captures. Raises CaptureError when `fn` reads a device value
-        on the host or cannot be traced.
+        `pool` is a CUDA graph memory pool to share between captures. `regions` are the compiled regions that `fn` runs
+        (compiled.py), if it does: on a CPU their calls are what is replayed. Raises CaptureError when `fn` reads a device
+        value on the host or cannot be traced.
         """
         device = next(iter(static.values())).device
         watched = {name: (tensor, tensor.data_ptr()) for name, tensor in static.items()}
         with torch.no_grad():
-            return cls(cls._record_cuda(fn, pool) if device.type == "cuda" else cls._trace(fn), watched)
+            if device.type == "cuda":
+                return cls(cls._record_cuda(fn, pool), watched)
+            return cls(cls._trace(fn) if regions is None else regions.record(fn), watched)
 
     @staticmethod
     def _record_cuda(fn: Callable[[], object], pool) -> Callable[[], object]:

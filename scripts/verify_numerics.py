@@ -32,7 +32,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--model_name", default="tiny", help="tiny (default), synthetic:E2B, a directory or a hub id")
     flags.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     flags.add_argument("--device", default=EngineConfig.device, help="auto, cpu or cuda")
-    flags.add_argument("--attention", default=EngineConfig.attention, help="flex or sdpa")
+    flags.add_argument("--attention", default=EngineConfig.attention, help="auto, flex or sdpa")
+    flags.add_argument("--compile", action=argparse.BooleanOptionalAction, default=EngineConfig.compile,
+                       help="compile steps with Inductor (default)")
     flags.add_argument("--shared_kv", default=EngineConfig.shared_kv, help="paged or sidecar")
     flags.add_argument("--capture_cudagraph", action="store_true", help="replay captured decode graphs")
     flags.add_argument("--max_new_tokens", type=int, default=16, help="rows compared a prompt (default 16)")
@@ -62,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = EngineConfig(
             device=args.device, dtype=args.dtype, attention=args.attention, shared_kv=args.shared_kv,
-            capture_cudagraph=args.capture_cudagraph, seed=args.seed)
+            capture_cudagraph=args.capture_cudagraph, compile=args.compile, seed=args.seed)
         SamplingParams(max_new_tokens=args.max_new_tokens)  # refuses a number it cannot take, before anything is loaded
         device = config.resolved("cuda" if torch.cuda.is_available() else "cpu").device
         make_folder(args.out)

@@ -11,8 +11,9 @@ from gemma4_flex.engine import FlexEngine
 from gemma4_flex.params import EngineConfig, SamplingParams
 from tests.tiny import VOCAB, fake_tokenizer
 
-# One shape for nearly all engines, because every new static shape costs the flex back end seconds of C++ compiling.
-SMALL = {"device": "cpu", "attention": "sdpa", "max_batch_size": 4, "page_size": 4, "max_seq_length": 128,
+# One shape for nearly all engines, because every new static shape costs the flex back end seconds of C++ compiling; and
+# uncompiled, because one compile of a step takes half a minute: tests/test_compiled.py is where steps are compiled.
+SMALL = {"device": "cpu", "attention": "sdpa", "compile": False, "max_batch_size": 4, "page_size": 4, "max_seq_length": 128,
          "n_pages": 41, "max_prefill_tokens": 16}
 WINDOW = 4          # tests.tiny's
 TIE_MARGIN = 1e-4   # fp32: greedy tokens may part from Hugging Face's where its two best logits are closer than this
@@ -22,6 +23,8 @@ def make_engine(model, *, tokenizer=None, **overrides) -> FlexEngine:
     """A `SMALL` engine; `overrides` are EngineConfig fields. Pages are shuffled: no test may lean on their order."""
     engine = FlexEngine(model, tokenizer or fake_tokenizer(), EngineConfig(**(SMALL | overrides)))
     shuffle_pages(engine, seed=1)
+    if engine.config.capture_cudagraph:      # tracing a shape takes a second: two lengths of view instead of six
+        engine.runner.column_buckets = engine.runner.column_buckets[-2:]
     return engine
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gemma4_flex.geometry import LayerGeometry
-from gemma4_flex.kv_cache import KVGroup
+from gemma4_flex.kv_cache import KVGroup, store
 from gemma4_flex.masks import Rows
 from gemma4_flex.page_table import PageTable
 from tests.tiny import FULL, SLIDING
@@ -49,7 +49,7 @@ def filled_group(lengths: dict[int, int], *, window: int | None = None, page_siz
         table.extend(slot, length)
         group.apply(table.drain_changes())
         positions = torch.arange(length)
-        group.write(0, keys, values, group.rows_of(torch.full_like(positions, slot), positions))
+        store(group.keys[0], group.values[0], keys, values, group.rows_of(torch.full_like(positions, slot), positions))
         filled.keys[slot], filled.values[slot] = keys, values
     for slot, position in (next_query or {}).items():
         held = {page for _, page in table.held(slot)}

@@ -6,11 +6,10 @@ import random
 
 from gemma4_flex.page_table import PageTable, sliding_pool_pages
 from gemma4_flex.params import SamplingParams
-from gemma4_flex.scheduler import Scheduler
+from gemma4_flex.scheduler import Scheduler, StepPlan
 from gemma4_flex.sequence import Sequence
 
 PAGE, WINDOW, VOCAB, STOP = 4, 6, 50, 1
-MOST_SLIDING = -(-WINDOW // PAGE) + 1
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -56,17 +55,36 @@ class FakeDevice:
             assert self.mirror[kind] == held
             table.check()
 
-    def run(self, plan) -> dict[int, int]:
-        """Compute a plan: every write of the step, then every read, as each layer does it for the whole batch."""
+    def run(self, plan) -> list[dict[int, int]]:
+        """Compute a plan: the tokens of each of its steps. The host is asked for nothing between them; a row that has drawn a
+        stop id or its last token writes and draws no more."""
         self.sync()
-        rows = [(span.sequence, span.start, span.count, span.wants_logits) for span in plan.prefill]
-        rows += [(sequence, sequence.num_tokens - 1, 1, True) for sequence in plan.decode]
+        assert plan.steps == 1 or not plan.prefill
+        drawn: dict[int, list[int]] = {sequence.request_id: [] for sequence in plan.decode}
+        results = [self.run_step([(span.sequence, span.start, span.count, span.wants_logits, []) for span in plan.prefill]
+                                 + [self.decode_row(sequence, []) for sequence in plan.decode])]
+        for _ in range(plan.steps - 1):
+            for request_id, token in results[-1].items():
+                drawn[request_id].append(token)
+            results.append(self.run_step([
+                self.decode_row(sequence, drawn[sequence.request_id]) for sequence in plan.decode
+                if sequence.active_stop_ids.isdisjoint(drawn[sequence.request_id])
+                and len(sequence.output_ids) + len(drawn[sequence.request_id]) < sequence.max_output]))
+        return results
+
+    @staticmethod
+    def decode_row(sequence: Sequence, drawn: list[int]) -> tuple:
+        return sequence, sequence.num_tokens - 1 + len(drawn), 1, True, drawn
+
+    def run_step(self, rows: list[tuple]) -> dict[int, int]:
+        """One step of (sequence, start, count, wants_logits, tokens drawn that the host has not seen) rows: every write, then
+        every read, as each layer does it for the whole batch."""
         slots = [sequence.slot for sequence, *_ in rows]
         assert len(set(slots)) == len(slots) and 0 not in slots and None not in slots
         written = {kind: set() for kind in self.tables}
-        for sequence, start, count, _ in rows:
-            tokens = sequence.token_ids
-            assert sequence.num_computed == start
+        for sequence, start, count, _, drawn in rows:
+            tokens = sequence.token_ids + drawn
+            assert sequence.num_computed + len(drawn) == start
             for position in range(start, start + count):
                 for kind in self.tables:
                     cell = self.cell(kind, sequence, position)
@@ -74,12 +92,12 @@ class FakeDevice:
                     written[kind].add(cell)
                     self.pool[kind][cell] = (sequence.request_id, position, tokens[position])
         result = {}
-        for sequence, start, count, wants_logits in rows:
+        for sequence, start, count, wants_logits, drawn in rows:
             self.num_rows += count
             for query in range(start, start + count):
                 keys = self.read(FULL, sequence, range(query + 1))
                 window = self.read(SLIDING, sequence, range(max(0, query - WINDOW + 1), query + 1))
-            assert keys == sequence.token_ids[: start + count]
+            assert keys == (sequence.token_ids + drawn)[: start + count]
             if wants_logits:
                 result[sequence.request_id] = next_token(keys, window)
         return result
@@ -98,8 +116,9 @@ class FakeDevice:
 class Rig:
     """A scheduler over two groups with the fake device, checked at every step."""
 
-    def __init__(self, *, full_pages=40, sliding_pages=None, batch=4, max_seq_length=64, budget=16) -> None:
+    def __init__(self, *, full_pages=40, sliding_pages=None, batch=4, max_seq_length=64, budget=16, decode_steps=1) -> None:
         self.max_seq_length = max_seq_length
+        self.decode_steps = decode_steps
         if sliding_pages is None:
             sliding_pages = sliding_pool_pages(
                 window=WINDOW,
@@ -107,6 +126,7 @@ class Rig:
                 max_batch_size=batch,
                 max_prefill_tokens=budget,
                 max_seq_length=max_seq_length,
+                decode_steps=decode_steps,
             )
         sizes = {FULL: (full_pages, None), SLIDING: (sliding_pages, WINDOW)}
         self.tables = {
@@ -121,7 +141,8 @@ class Rig:
             for kind, (n_pages, window) in sizes.items()
         }
         self.scheduler = Scheduler(
-            self.tables, max_batch_size=batch, max_seq_length=max_seq_length, max_prefill_tokens=budget
+            self.tables, max_batch_size=batch, max_seq_length=max_seq_length, max_prefill_tokens=budget,
+            decode_steps=decode_steps,
         )
         self.device = FakeDevice(self.tables)
         self.sequences: list[Sequence] = []
@@ -142,9 +163,12 @@ class Rig:
         scheduler = self.scheduler
         plan = scheduler.plan()
         self.check_plan(plan)
-        tokens = self.device.run(plan)
+        results = self.device.run(plan)
         meanwhile()
-        scheduler.complete(plan, tokens)
+        scheduler.complete(plan, results[0])
+        for tokens in results[1:]:      # as the engine does it
+            left = tuple(sequence for sequence in plan.decode if not sequence.is_finished)
+            scheduler.complete(StepPlan((), left, ()), tokens)
         self.check_between_steps()
         return plan
 
@@ -155,6 +179,12 @@ class Rig:
         assert len(scheduler.running) <= scheduler.max_batch_size
         working = [span.sequence for span in plan.prefill] + list(plan.decode)
         assert scheduler.running[0] in working, "the oldest request must advance"
+        assert 1 <= plan.steps <= self.decode_steps
+        if plan.steps > 1:
+            assert not plan.prefill and plan.steps <= max(s.max_output - len(s.output_ids) for s in plan.decode)
+            for sequence in plan.decode:
+                last = min(sequence.num_computed + plan.steps, len(sequence.prompt_ids) + sequence.max_output - 1)
+                assert not any(table.pages_needed(sequence.slot, last) for table in self.tables.values())
         for sequence in plan.preempted:
             assert sequence not in working and sequence.slot is None and sequence.num_computed == 0
         for span in plan.prefill:
@@ -168,7 +198,7 @@ class Rig:
         assert order == sorted(order), "first come, first served"
         for sequence in scheduler.running:
             sliding = [logical for logical, _ in self.tables[SLIDING].held(sequence.slot)]
-            assert len(sliding) <= MOST_SLIDING
+            assert len(sliding) <= -(-(WINDOW - 1 + self.decode_steps) // PAGE) + 1
             first_seen = max(0, sequence.num_computed - WINDOW + 1)
             assert {p // PAGE for p in range(first_seen, sequence.num_computed)} <= set(sliding)
         in_use = sorted([sequence.slot for sequence in scheduler.running] + scheduler._free_slots)

@@ -31,7 +31,7 @@ def uncompiled(monkeypatch):
 
 def attend(name: str, filled: Filled, rows, q):
     backend = PagedBackend(name, filled.group, {"decode": None, "prefill": None})
-    return backend.attend(q, 0, rows, backend.plan(rows))
+    return backend.attend(q, filled.group.keys[0], filled.group.values[0], rows, backend.plan(rows), 0, {})
 
 
 def error(name: str, filled: Filled, rows, heads: int = 4) -> float:
@@ -136,15 +136,15 @@ def test_queries_past_a_rows_count_see_nothing_and_spoil_nothing(backend):
     assert torch.equal(out[0], alone[0])
 
 
-def test_a_known_reach_gathers_fewer_pages_and_changes_nothing():
+def test_fewer_columns_gather_fewer_pages_and_change_nothing():
     filled = filled_group({1: 9, 2: 5}, head_dim=32)
     rows = decode_rows({1: 8, 2: 4})
-    near = type(rows)(rows.slots, rows.first, rows.count, 1, reach=9)
+    near = rows._replace(columns=torch.arange(3))
     q = random_queries(rows, head_dim=32)[:, :, None]
     all_columns, in_reach = (gather_plan(filled.group, r) for r in (rows, near))
     assert all_columns.pool_rows.shape == (2, 128)
     assert in_reach.pool_rows.shape == (2, 12)
-    far_and_near = [paged_sdpa(q, filled.group, 0, plan) for plan in (all_columns, in_reach)]
+    far_and_near = [paged_sdpa(q, filled.group.keys[0], filled.group.values[0], plan) for plan in (all_columns, in_reach)]
     assert torch.allclose(*far_and_near, atol=1e-6)
 
 

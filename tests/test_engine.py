@@ -115,7 +115,7 @@ def test_eight_prompts_in_three_orders_give_identical_tokens(engine):
 @pytest.mark.parametrize("which", ["engine", "captured"])
 def test_sequences_that_join_and_leave_at_different_steps_equal_their_solo_runs(request, solo, which):
     engine = request.getfixturevalue(which)
-    prompts, joins, lengths = some_prompts(6, 11, 3, 17, seed=8), [0, 2, 5, 5], [5, 8, 3, 12]
+    prompts, joins, lengths = some_prompts(6, 11, 3, 17, seed=8), [0, 2, 5, 5], [40, 48, 20, 60]
     ids, step = {}, 0
     while step <= max(joins) or engine.has_work:
         for n, at in enumerate(joins):
@@ -166,6 +166,154 @@ def test_any_course_of_submits_cancels_and_ends_on_few_pages_equals_solo_runs(mo
     for i in finished:
         assert completions[i].token_ids == solo(*wanted[i])
     assert_all_free(engine)
+
+
+# ---- several decode steps between two looks of the host -----------------------------------------------------------
+
+def mixed_params(solo) -> list[SamplingParams]:
+    """One a prompt of PROMPTS: ends by length, early and late, by a stop id, by a stop string, and not before a minimum."""
+    late, soon = solo(PROMPTS[1], 20)[13], solo(PROMPTS[2], 20)[4]
+    held_back = solo(PROMPTS[4], 20)[2]
+    text = text_of(solo(PROMPTS[3], 20))
+    return [greedy(3), greedy(20, stop_token_ids=(late,)), SamplingParams(max_new_tokens=20, stop_token_ids=(soon,)),
+            greedy(20, stop=text[9:12]), greedy(20, stop_token_ids=(held_back,), min_new_tokens=11), greedy(18)]
+
+
+def told(done) -> list[tuple]:
+    return [(c.token_ids, c.text, c.finish_reason) for c in done]
+
+
+@pytest.mark.parametrize("settings", [
+    {"decode_steps_per_sync": 2}, {"decode_steps_per_sync": 3}, {"decode_steps_per_sync": 8}, {"decode_steps_per_sync": 50},
+    {"decode_steps_per_sync": 8, "n_pages": 12}, {"decode_steps_per_sync": 3, "n_pages": 12, "max_prefill_tokens": 5},
+    {"decode_steps_per_sync": 8, "shared_kv": "sidecar"}], ids=str)
+def test_completions_do_not_depend_on_how_many_steps_run_between_two_looks(model, solo, settings):
+    params = mixed_params(solo)
+    one = make_engine(model, decode_steps_per_sync=1).generate(PROMPTS, params)
+    assert {c.finish_reason for c in one} == {"stop", "length"}
+    assert one[0].token_ids == solo(PROMPTS[0], 3) and one[5].token_ids == solo(PROMPTS[5], 18)
+    engine = make_engine(model, **settings)
+    done = engine.generate(PROMPTS, params)
+    assert told(done) == told(one)
+    assert (engine.stats.num_preemptions > 0) == ("n_pages" in settings)
+    assert_all_free(engine)
+    streamed = list(engine.stream(PROMPTS, params))
+    assert [[token for i, token, _ in streamed if i == n] for n in range(6)] == [c.token_ids for c in one]
+    assert ["".join(text for i, _, text in streamed if i == n) for n in range(6)] == [c.text for c in one]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+def test_captured_completions_do_not_either(model, captured, solo, steps, monkeypatch):
+    monkeypatch.setattr(captured.scheduler, "decode_steps", steps)
+    captured.reset_stats()
+    done = captured.generate(PROMPTS, mixed_params(solo))
+    assert told(done) == told(make_engine(model, decode_steps_per_sync=1).generate(PROMPTS, mixed_params(solo)))
+    assert captured.stats.steps_eager == 0
+    assert_all_free(captured)
+
+
+def test_the_host_looks_once_for_the_steps_of_a_plan(engine, monkeypatch):
+    looks, honest = [], engine.runner.decode
+
+    def counted(sequences, *rest, steps):
+        looks.append(steps)
+        return honest(sequences, *rest, steps=steps)
+    monkeypatch.setattr(engine.runner, "decode", counted)
+    engine.reset_stats()
+    tokens_of(engine, PROMPTS[:1], 21)
+    assert looks == [8, 8, 4]
+    assert (engine.stats.steps_eager, engine.stats.decode_tokens) == (20, 20)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 8])
+def test_a_request_aborted_between_two_looks_has_a_part_of_its_tokens_and_harms_no_one(model, solo, steps):
+    engine = make_engine(model, decode_steps_per_sync=steps)
+    ids = [engine.submit(prompt, greedy(30)) for prompt in PROMPTS[:3]]
+    for _ in range(4):
+        engine.step()
+    engine.abort(ids[1])
+    while engine.has_work:
+        engine.step()
+    done = [engine.completion(i) for i in ids]
+    assert [c.finish_reason for c in done] == ["length", "abort", "length"]
+    assert 0 < done[1].num_output_tokens < 30
+    assert done[1].token_ids == solo(PROMPTS[1], 30)[: done[1].num_output_tokens]
+    assert [done[n].token_ids for n in (0, 2)] == [solo(PROMPTS[n], 30) for n in (0, 2)]
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 8])
+@pytest.mark.parametrize("overrides", [{}, {"shared_kv": "sidecar"}, {"n_pages": 11}], ids=str)
+def test_numbers_that_break_within_a_run_of_steps_end_their_own_request_where_they_break(solo, overrides, steps):
+    """The poison is drawn, not given: its row turns to NaN one step later, in the middle of a run."""
+    model, prompts = tiny_model(SEED), some_prompts(9, 5, 12, seed=12)
+    expected = [solo(prompt, 14) for prompt in prompts]
+    healthy = {*prompts[0], *prompts[1], *prompts[2], *expected[0], *expected[2]}
+    at = next(n for n, token in enumerate(expected[1]) if n > 1 and token not in healthy | {*expected[1][:n]})
+    assert at < 10
+    with torch.no_grad():
+        model.model.embed_tokens_per_layer.weight[expected[1][at]] = float("nan")
+    engine = make_engine(model, decode_steps_per_sync=steps, **overrides)
+    done = engine.generate(prompts, greedy(14))
+    assert [c.finish_reason for c in done] == ["length", "non_finite", "length"]
+    assert done[1].token_ids == expected[1][: at + 1]
+    assert [done[n].token_ids for n in (0, 2)] == [expected[n] for n in (0, 2)]
+    assert finite_pools(engine)
+    assert_all_free(engine)
+
+
+# ---- prompts and running sequences in one pass --------------------------------------------------------------------
+
+@pytest.mark.parametrize("settings", [
+    {}, {"decode_steps_per_sync": 1}, {"max_prefill_tokens": 5}, {"n_pages": 12}, {"shared_kv": "sidecar"},
+    {"capture_cudagraph": True}, {"attention": "flex"}], ids=str)
+def test_mixed_prefill_gives_the_same_completions(model, solo, settings):
+    engine = make_engine(model, mixed_prefill=True, **settings)
+    params = mixed_params(solo)
+    prompts = [*PROMPTS, *some_prompts(30, 2, seed=3)]
+    params = [*params, greedy(9), greedy(12)]
+    done = engine.generate(prompts, params)
+    assert told(done) == told(make_engine(model, decode_steps_per_sync=1).generate(prompts, params))
+    assert engine.stats.mixed_tokens > 0
+    stats = engine.stats
+    if not stats.num_preemptions:      # every token but the last is computed once
+        computed = stats.prefill_tokens + stats.mixed_tokens + stats.decode_tokens
+        assert computed == sum(c.num_prompt_tokens + c.num_output_tokens - 1 for c in done)
+    assert (engine.stats.num_preemptions > 0) == ("n_pages" in settings)
+    assert_all_free(engine)
+
+
+def test_mixed_prefill_runs_no_decode_step_beside_a_prefill(model, monkeypatch):
+    for mixed in (True, False):
+        engine = make_engine(model, mixed_prefill=mixed, max_prefill_tokens=4)
+        first = engine.submit(PROMPTS[3], greedy(30))
+        engine.step()
+        second = engine.submit(PROMPTS[2], greedy(2))
+        decodes, honest = [], engine.runner.decode
+        monkeypatch.setattr(engine.runner, "decode", lambda *args, **more: decodes.append(1) or honest(*args, **more))
+        for n in range(2, 5):
+            events = engine.step()
+            assert [event.request_id for event in events] == [first], "the running request gets its token either way"
+            assert len(engine._requests[first].sequence.output_ids) == n
+        assert len(decodes) == (0 if mixed else 3)
+        for request_id in (first, second):
+            engine.abort(request_id)
+
+
+def test_numbers_that_break_in_a_mixed_pass_end_their_own_request(solo):
+    engine = poisoned_engine(mixed_prefill=True)
+    prompts = without(some_prompts(9, 5, 40, seed=12))
+    ids = [engine.submit(prompt, greedy(12)) for prompt in prompts]
+    engine.step()
+    sequence = engine._requests[ids[1]].sequence
+    sequence.output_ids[-1] = POISONED
+    while engine.has_work:
+        engine.step()
+    done = [engine.completion(i) for i in ids]
+    assert engine.stats.mixed_tokens > 0
+    assert [c.finish_reason for c in done] == ["length", "non_finite", "length"]
+    assert [done[n].token_ids for n in (0, 2)] == [solo(prompts[n], 12) for n in (0, 2)]
+    assert finite_pools(engine)
 
 
 # ---- results ------------------------------------------------------------------------------------------------------
@@ -459,13 +607,13 @@ def test_a_step_that_raises_ends_the_job_and_the_next_one_is_right(engine, solo,
     steps = []
     honest = engine.runner.decode
 
-    def fails_at_third(sequences, *rest):
+    def fails_at_third(sequences, *rest, **more):
         steps.append(1)
         if len(steps) == 3:
             raise RuntimeError("the device is lost")
-        return honest(sequences, *rest)
+        return honest(sequences, *rest, **more)
     monkeypatch.setattr(engine.runner, "decode", fails_at_third)
-    for job in (lambda: engine.generate(PROMPTS[:2], greedy(9)), lambda: list(engine.stream(PROMPTS[:2], greedy(9)))):
+    for job in (lambda: engine.generate(PROMPTS[:2], greedy(30)), lambda: list(engine.stream(PROMPTS[:2], greedy(30)))):
         steps.clear()
         with pytest.raises(RuntimeError, match="the device is lost"):
             job()
@@ -500,7 +648,7 @@ def test_a_request_that_turns_to_nan_ends_alone_and_its_pages_serve_the_next(sol
     engine = poisoned_engine(**overrides)
     prompts = without(some_prompts(9, 5, 12, seed=12))
     ids = [engine.submit(prompt, greedy(12)) for prompt in prompts]
-    for _ in range(4):
+    while len(engine._requests[ids[1]].sequence.output_ids) < 4:
         engine.step()
     engine._requests[ids[1]].sequence.output_ids[-1] = POISONED
     while engine.has_work:
@@ -682,7 +830,8 @@ def test_the_memory_report_is_what_was_allocated(model, engine):
 
 def test_sliding_groups_get_the_pages_their_window_needs_and_no_more(engine):
     assert engine.runner.tables[FULL].n_pages == 41
-    assert engine.runner.tables[SLIDING].n_pages == 1 + 4 * (1 + 2) + 16 // 4
+    assert engine.runner.tables[SLIDING].n_pages == 1 + 4 * (3 + 2) + 16 // 4      # a window of 4 and 7 tokens to come
+    assert make_engine(engine.model, decode_steps_per_sync=1).runner.tables[SLIDING].n_pages == 1 + 4 * (1 + 2) + 16 // 4
 
 
 def test_kernels_and_captures_are_made_once_and_only_when_there_is_something_to_run(model):
@@ -694,7 +843,7 @@ def test_kernels_and_captures_are_made_once_and_only_when_there_is_something_to_
     while engine.has_work:
         engine.step()
     graphs = dict(engine.runner.graphs)
-    assert [*graphs] == [1]
+    assert {*graphs} == {(1, columns) for columns in engine.runner.column_buckets}
     assert (engine.stats.steps_replayed, engine.stats.steps_eager) == (1, 0)
     tokens_of(engine, PROMPTS[:1], 2)
     assert engine.runner.graphs == graphs

@@ -151,12 +151,14 @@ def test_a_run_writes_its_result_and_shows_completions_table_and_notices(engines
 def test_flags_reach_the_engines_config_and_the_result(engines, tmp_path):
     wanted = {"capture_cudagraph": True, "max_batch_size": 3, "max_seq_length": 256, "n_pages": 40, "page_size": 16,
               "decode_kernel_options": {"num_stages": 2}, "prefill_kernel_options": {"BLOCK_M": 32},
-              "fa4_prefill": False, "dtype": "bfloat16", "attention": "sdpa", "shared_kv": "sidecar", "seed": 5}
+              "fa4_prefill": False, "dtype": "bfloat16", "attention": "sdpa", "shared_kv": "sidecar", "seed": 5, "compile": False,
+              "decode_steps_per_sync": 3, "mixed_prefill": True}
     result = run(
         tmp_path, "--model_name", "any", "--capture_cudagraph", "--max_batch_size", "3", "--max_seq_length", "256",
         "--n_pages", "40", "--page_size", "16", "--decode_kernel_options", '{"num_stages": 2}',
         "--prefill_kernel_options", '{"BLOCK_M": 32}', "--no-fa4_prefill", "--dtype", "bfloat16", "--attention", "sdpa",
-        "--shared_kv", "sidecar", "--seed", "5", "--n_rounds", "4", "--max_new_tokens", "9")
+        "--shared_kv", "sidecar", "--seed", "5", "--no-compile", "--decode_steps_per_sync", "3", "--mixed_prefill",
+        "--n_rounds", "4", "--max_new_tokens", "9")
     [(_, config)] = engines
     assert {name: getattr(config, name) for name in wanted} == wanted
     wanted |= {"n_rounds": 4, "max_new_tokens": 9, "n_prompts": 9, "chat_template": "auto"}
@@ -199,7 +201,7 @@ def synthetic(tmp_path_factory) -> list[str]:
     """Flags that name a tiny model of random weights, which has no tokenizer."""
     path = tmp_path_factory.mktemp("model") / "config.json"
     path.write_text(json.dumps(stub.CONFIG))
-    return ["--model_name", f"synthetic:{path}", "--device", "cpu", "--attention", "sdpa"]
+    return ["--model_name", f"synthetic:{path}", "--device", "cpu", "--attention", "sdpa", "--no-compile"]
 
 
 def test_a_captured_run_replays_every_decode_step_and_gives_the_eager_runs_tokens(synthetic, tmp_path, capsys):
@@ -220,7 +222,7 @@ def wide(tmp_path_factory) -> list[str]:
     """The same at widths that 4 bits can hold."""
     path = tmp_path_factory.mktemp("model") / "config.json"
     path.write_text(json.dumps(stub.CONFIG | {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "global_head_dim": 64}))
-    return ["--model_name", f"synthetic:{path}", "--device", "cpu", "--attention", "sdpa", "--max_new_tokens", "6",
+    return ["--model_name", f"synthetic:{path}", "--device", "cpu", "--attention", "sdpa", "--no-compile", "--max_new_tokens", "6",
             "--max_batch_size", "2", "--max_seq_length", "128", "--n_rounds", "1"]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from gemma4_flex.checkpoints.published import published_geometry
 from gemma4_flex.geometry import ModelGeometry
-from gemma4_flex.kv_cache import KVCache
+from gemma4_flex.kv_cache import KVCache, store
 from gemma4_flex.page_table import PageTable
 from tests.pools import filled_group
 from tests.tiny import FULL, SLIDING, tiny_config
@@ -53,7 +53,7 @@ def test_a_token_is_written_where_its_page_lies_and_nowhere_else():
     page = dict(filled.table.held(2))[2]
     rows = group.rows_of(torch.tensor([2]), torch.tensor([8]))
     assert rows.tolist() == [page * 4]
-    group.write(0, torch.full((1, 1, 16), 3.0), torch.full((1, 1, 16), 5.0), rows)
+    store(group.keys[0], group.values[0], torch.full((1, 1, 16), 3.0), torch.full((1, 1, 16), 5.0), rows)
     assert (group.keys[0][0, 0, page * 4] == 3).all()
     assert (group.values[0][0, 0, page * 4] == 5).all()
     before[0, 0, page * 4] = 3

@@ -243,8 +243,9 @@ TestSlidingGroup = machine(6)
 TestSlidingGroupOfOnePage = machine(4)
 
 
+@pytest.mark.parametrize("decode_steps", [1, 3, 8])
 @pytest.mark.parametrize("window, page_size, budget", [(4, 4, 3), (6, 4, 16), (1, 2, 7), (13, 8, 64), (8, 1, 5)])
-def test_a_sliding_pool_of_the_given_size_serves_any_mix_of_chunks(window, page_size, budget):
+def test_a_sliding_pool_of_the_given_size_serves_any_mix_of_chunks_and_of_tokens_ahead(window, page_size, budget, decode_steps):
     rng = random.Random(window)
     num_sequences, max_seq_length = 5, 200
     n_pages = sliding_pool_pages(
@@ -253,6 +254,7 @@ def test_a_sliding_pool_of_the_given_size_serves_any_mix_of_chunks(window, page_
         max_batch_size=num_sequences,
         max_prefill_tokens=budget,
         max_seq_length=max_seq_length,
+        decode_steps=decode_steps,
     )
     table = make(
         window=window, page_size=page_size, n_pages=n_pages, num_slots=num_sequences + 1, max_seq_length=max_seq_length
@@ -271,7 +273,21 @@ def test_a_sliding_pool_of_the_given_size_serves_any_mix_of_chunks(window, page_
             table.extend(slot, computed[slot])  # asserts that the pool is large enough
         for slot in range(1, num_sequences + 1):
             table.recycle(slot, computed[slot])
+        if rng.random() < 0.3:      # a run of decode steps: all places first, recycled as they are computed
+            for slot in range(1, num_sequences + 1):
+                table.extend(slot, min(computed[slot] + decode_steps, max_seq_length))
+            for slot in range(1, num_sequences + 1):
+                computed[slot] = min(computed[slot] + decode_steps, max_seq_length)
+                table.recycle(slot, computed[slot])
     table.check()
+
+
+def test_tokens_ahead_cost_a_sliding_pool_their_own_pages_and_no_more():
+    def pages(decode_steps: int) -> int:
+        return sliding_pool_pages(window=512, page_size=32, max_batch_size=8, max_prefill_tokens=64, max_seq_length=9999,
+                                  decode_steps=decode_steps)
+    assert pages(2) - pages(1) == 8 and pages(33) == pages(2), "up to 32 tokens begin one page more"
+    assert pages(34) - pages(33) == 8
 
 
 def test_a_sliding_pool_is_never_larger_than_whole_sequences_need():

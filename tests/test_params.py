@@ -56,6 +56,10 @@ def test_stop_takes_a_text_or_a_list_and_keeps_no_reference_to_it():
         ("attention", "eager", "'sdpa'"),
         ("shared_kv", "ring", "'sidecar'"),
         ("capture_cudagraph", "yes", "True or False"),
+        ("compile", None, "True or False"),
+        ("mixed_prefill", 1, "True or False"),
+        ("decode_steps_per_sync", 0, "at least 1"),
+        ("decode_steps_per_sync", True, "whole number"),
         ("max_batch_size", 0, "at least 1"),
         ("max_seq_length", 1, "at least 2"),
         ("max_prefill_tokens", 0, "at least 1"),
@@ -87,6 +91,7 @@ def test_resolving_leaves_nothing_open_and_changes_nothing_given(device_type, dt
     assert dataclasses.asdict(config) == before
     assert not [f.name for f in dataclasses.fields(resolved) if getattr(resolved, f.name) in (None, "auto")]
     assert (resolved.device, resolved.dtype, resolved.page_size) == (device_type, dtype, page_size)
+    assert resolved.attention == {"cuda": "flex", "cpu": "sdpa"}[device_type]
     assert resolved.n_pages == 1 + 3 * 3
     assert resolved.resolved(device_type) == resolved
 
@@ -95,6 +100,9 @@ def test_what_was_asked_for_survives_resolving():
     asked = EngineConfig(
         device="cpu",
         dtype="bfloat16",
+        attention="flex",
+        compile=False,
+        decode_steps_per_sync=3,
         page_size=4,
         n_pages=9,
         fa4_prefill=True,

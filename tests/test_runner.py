@@ -10,12 +10,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemma4_flex import runner as runner_module
+from gemma4_flex import decode_state, runner as runner_module
+from gemma4_flex.compiled import PLANS, Regions
 from gemma4_flex.engine import FlexEngine
 from gemma4_flex.masks import page_mask
-from gemma4_flex.params import SamplingParams
 from gemma4_flex.runner import Runner, buckets_up_to
-from gemma4_flex.sequence import Sequence
 from gemma4_flex.step_graph import CaptureError, NoHostReads
 from tests.engines import (
     assert_all_free,
@@ -94,15 +93,6 @@ def test_a_prefill_step_never_has_more_rows_than_the_largest_bucket(engines):
     assert runner.row_buckets[-1] >= worst
 
 
-def test_stop_ids_are_banned_in_the_rows_of_sequences_too_short_to_stop_and_in_no_others():
-    def sequence(minimum: int, stops: set[int]) -> Sequence:
-        return Sequence(0, [2], SamplingParams(min_new_tokens=minimum), stop_ids=frozenset(stops), max_seq_length=99)
-    ban, banned = runner_module._bans([sequence(0, {1, 7}), sequence(3, {7, 1}), sequence(3, set())], 4)
-    assert ban.tolist() == [False, True, False, False]
-    assert banned.shape == (4, runner_module.MAX_BANNED_IDS)
-    assert set(banned[1].tolist()) == {1, 7}
-
-
 # ---- what a step writes -------------------------------------------------------------------------------------------
 
 def rows_written(engine: FlexEngine, step) -> dict[str, set[int]]:
@@ -135,14 +125,40 @@ def test_three_sequences_in_a_bucket_of_four_write_three_rows_and_the_reserved_p
     stop(engine, ids)
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_a_run_of_steps_writes_a_row_for_each_token_computed_and_nothing_after_a_sequences_end(engines, captured):
+    """One ends by length after three steps and one by a stop id after two; the third goes on for all eight."""
+    engine = engines(captured=captured)
+    outputs = [done.token_ids for done in engine.generate(PROMPTS, greedy(40))]
+    ids = start(engine, PROMPTS)
+    running = engine.scheduler.running
+    already = [len(s.output_ids) for s in running]
+    running[0].max_output = already[0] + 3
+    stop_at = next(n for n in range(already[1] + 1, 40) if outputs[1][n] not in outputs[1][already[1]: n])
+    running[1].active_stop_ids = frozenset({outputs[1][stop_at]})
+    computed = [3, stop_at + 1 - already[1], 8]
+    assert 1 < computed[1] < 8
+    plan = engine.scheduler.plan()
+    assert plan.steps == 8
+    expected, size = {}, engine.config.page_size
+    for kind, table in engine.runner.tables.items():
+        places = [(s.slot, s.num_tokens - 1 + k) for s, count in zip(running, computed) for k in range(count)]
+        expected[kind] = {dict(table.held(slot))[at // size] * size + at % size for slot, at in places}
+    drawn: dict = {}
+    assert rows_written(engine, lambda: drawn.update(engine.runner.decode(plan.decode, steps=plan.steps)[0])) == expected
+    for s, count, n, output in zip(running, computed, already, outputs):
+        assert drawn[s.request_id][:count] == output[n: n + count]
+    stop(engine, ids)
+
+
 def test_the_check_above_catches_a_padding_row_in_a_live_slot(engines):
     engine = engines()
     ids = start(engine, PROMPTS)
     plan = engine.scheduler.plan()
     engine.runner.mirror_tables()
-    engine.runner._fill(plan.decode)
-    engine.runner.inputs[2, 3] = plan.decode[0].slot
-    assert rows_written(engine, lambda: engine.runner._decode_step(4)) != rows_of_last_tokens(engine)
+    engine.runner.state.fill(plan.decode, 4)
+    engine.runner.state.rows.slots[3] = plan.decode[0].slot
+    assert rows_written(engine, lambda: engine.runner._decode_step(4, 32)) != rows_of_last_tokens(engine)
     stop(engine, ids)
 
 
@@ -221,22 +237,21 @@ def test_which_slot_a_sequence_has_changes_no_bit_of_the_logits(engines):
 def test_a_decode_step_reads_nothing_on_the_host(engines, attention, shared_kv):
     engine = engines(attention, shared_kv)
     with NoHostReads():
-        engine.runner._decode_step(4)
+        engine.runner._decode_step(4, 32)
 
 
 @pytest.mark.parametrize("read", [
     lambda x: x * x.max().item(), lambda x: x.index_select(0, x[:, 0].isfinite().nonzero()[:, 0]),
     lambda x: x[x[:, 0].isfinite()]], ids=["item", "nonzero", "bool mask"])
-def test_a_decode_step_that_reads_on_the_host_is_caught_and_not_captured(engines, read):
+def test_a_decode_step_that_reads_on_the_host_is_caught_and_not_captured(engines, read, monkeypatch):
     runner = engines().runner
-    hook = runner.walk.text.norm.register_forward_hook(lambda m, args, out: read(out[0])[None])
-    graphs = dict(runner.graphs)
+    honest = runner.walk._head
+    monkeypatch.setattr(runner.walk, "_head", lambda normed: honest(read(normed)))
     with NoHostReads(), pytest.raises(CaptureError):
-        runner._decode_step(4)
+        runner._decode_step(4, 32)
     with pytest.raises(CaptureError):
         runner.capture()
-    hook.remove()
-    runner.graphs = graphs
+    assert runner.graphs == {}
 
 
 # ---- captured steps -----------------------------------------------------------------------------------------------
@@ -259,7 +274,7 @@ def test_a_replay_with_page_tables_left_as_they_were_at_capture_is_caught(engine
 
     def only_at_first():
         steps.append(1)
-        if len(steps) < 5:
+        if len(steps) < 4:      # two chunks of prefill and the decode step beside the second
             mirror()
     monkeypatch.setattr(engine.runner, "mirror_tables", only_at_first)
     assert tokens_of(engine, PROMPTS, 14) != right
@@ -276,12 +291,12 @@ def test_replayed_and_eager_steps_are_counted_apart(engines):
 
 
 def test_a_step_that_cannot_be_captured_is_an_error_and_no_quiet_eager_run(model, monkeypatch):
-    honest = runner_module.draw
+    honest = decode_state.draw
 
     def reading(logits, *rest):
         assert logits.sum().item() is not None
         return honest(logits, *rest)
-    monkeypatch.setattr(runner_module, "draw", reading)
+    monkeypatch.setattr(decode_state, "draw", reading)
     engine = make_engine(model, capture_cudagraph=True)
     for job in (engine.prepare, lambda: engine.generate(PROMPTS), lambda: list(engine.stream(PROMPTS))):
         with pytest.raises(CaptureError, match="_local_scalar_dense"):
@@ -336,13 +351,25 @@ def test_a_rebound_weight_is_an_error_that_names_it(rebind, name):
     assert_all_free(engine)
 
 
-def test_storage_swapped_under_a_captured_weight_is_an_error_that_names_it():
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_storage_swapped_under_a_weight_is_an_error_that_names_it(captured):
+    """Also before anything has run: the walk took what it reads of the weights when the engine was made."""
     model = tiny_model(SEED)
-    engine = make_engine(model, capture_cudagraph=True, max_batch_size=1)
-    engine.prepare()
+    engine = make_engine(model, capture_cudagraph=captured, max_batch_size=1)
+    if captured:
+        engine.prepare()
     weight = model.model.layers[1].mlp.up_proj.weight
     weight.data = weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"layers.1.mlp.up_proj.weight moved after the step of batch 1 was captured"):
+    with pytest.raises(RuntimeError, match=r"layers.1.mlp.up_proj.weight of the model was rebound to new storage"):
+        engine.generate(PROMPTS[:1])
+
+
+def test_storage_swapped_under_a_captured_pool_is_an_error_that_names_it(model):
+    engine = make_engine(model, capture_cudagraph=True, max_batch_size=1)
+    engine.prepare()
+    pool = engine.runner.cache.groups[FULL].keys[3]
+    pool.data = pool.data.clone()
+    with pytest.raises(RuntimeError, match=r"full_attention.keys.3 moved after the step of batch 1 was captured"):
         engine.generate(PROMPTS[:1])
 
 
@@ -390,7 +417,7 @@ def backends_on_a_card(engine: FlexEngine, monkeypatch, choose, **config):
     settings = {"attention": "flex", "decode_kernel_options": {}, "prefill_kernel_options": {}, "dtype": "bfloat16",
                 "page_size": 16} | config
     stub = types.SimpleNamespace(device=torch.device("cuda"), cache=engine.runner.cache, geometry=engine.geometry,
-                                 notices=[], config=types.SimpleNamespace(**settings))
+                                 notices=[], regions=Regions(PLANS["cuda"]), config=types.SimpleNamespace(**settings))
     return Runner._choose_backends(stub), stub.notices
 
 
@@ -402,6 +429,7 @@ def test_a_type_no_flex_configuration_fits_runs_on_sdpa_by_name_and_leaves_the_o
     backends, notices = backends_on_a_card(engines(), monkeypatch, choose)
     assert {kind: b.name for kind, b in backends.items()} == {FULL: "sdpa", SLIDING: "flex"}
     assert backends[SLIDING].options == {"decode": {"num_stages": 1}, "prefill": {"num_stages": 1}}
+    assert backends[SLIDING].inline, "on a card the compiled region has the flex call in it"
     assert len(notices) == 1
     assert notices[0].startswith("full_attention: no flex_attention configuration for head_dim 32 fits Pretend 5")
     assert "(65,536 B" in notices[0]

@@ -93,11 +93,11 @@ def test_a_short_prompt_does_not_overtake_a_long_one_that_waits_for_pages():
     rig.check_end()
 
 
-def test_admission_keeps_one_page_of_headroom():
-    for full_pages, admitted in ((1 + 2 + 2, 1), (1 + 2 + 2 + 1, 2)):
+def test_admission_keeps_one_page_of_headroom_for_who_will_need_it():
+    for full_pages, new_tokens, admitted in ((1 + 2 + 2, 2, 1), (1 + 2 + 2 + 1, 2, 2), (1 + 2 + 2, 1, 2), (1 + 2 + 1, 1, 1)):
         rig = Rig(full_pages=full_pages, batch=2, budget=64)
         for seed in (0, 1):
-            rig.add(prompt_of(8, seed), max_new_tokens=1)
+            rig.add(prompt_of(8, seed), max_new_tokens=new_tokens)
         assert len(rig.step().prefill) == admitted
 
 
@@ -284,6 +284,100 @@ def test_a_plan_that_was_dropped_can_be_made_again():
     rig.check_end()
 
 
+# ---- several decode steps in a row --------------------------------------------------------------------------------
+
+def decoding(rig: Rig, *lengths: int, **params) -> list[Sequence]:
+    """Sequences that have been prefilled and have no one waiting."""
+    params = {"max_new_tokens": 20, "ignore_eos": True} | params
+    sequences = [rig.add(prompt_of(n, seed), **params) for seed, n in enumerate(lengths)]
+    while not all(s.is_decoding for s in sequences):
+        rig.step()
+    return sequences
+
+
+@pytest.mark.parametrize("decode_steps", [1, 2, 3, 8, 50])
+def test_tokens_do_not_depend_on_how_many_steps_run_at_once(decode_steps):
+    for full_pages in (100, 17):
+        rig = Rig(full_pages=full_pages, batch=3, budget=20, decode_steps=decode_steps)
+        for seed, length in enumerate((9, 1, 20, 5, 13)):
+            rig.add(prompt_of(length, seed), max_new_tokens=3 + 7 * seed, ignore_eos=seed % 2 == 0)
+        rig.run()
+        rig.check_end()
+
+
+def test_as_many_steps_are_planned_as_some_sequence_still_needs():
+    rig = Rig(decode_steps=8)
+    first, second = decoding(rig, 5, 6)
+    assert rig.step().steps == 8
+    second.max_output = len(second.output_ids) + 2
+    first.max_output = len(first.output_ids) + 3
+    plan = rig.step()
+    assert (plan.steps, plan.decode) == (3, (first, second))
+    assert first.is_finished and second.is_finished
+
+
+def test_pages_of_all_steps_are_held_before_the_first_and_none_for_the_token_that_is_only_returned():
+    rig = Rig(decode_steps=8, batch=1)
+    [sequence] = decoding(rig, 8, max_new_tokens=9)      # position 16 is the last drawn, and never computed
+    plan = rig.scheduler.plan()
+    assert plan.steps == 8
+    assert [len(rig.tables[FULL].held(sequence.slot)), rig.tables[FULL].pages_needed(sequence.slot, 16)] == [4, 0]
+    rig.run()
+    rig.check_end()
+
+
+def test_no_steps_are_planned_ahead_where_a_prompt_is_prefilled_beside():
+    rig = Rig(decode_steps=8, budget=4)
+    decoding(rig, 3)
+    rig.add(prompt_of(9), max_new_tokens=4)
+    assert [rig.step().steps for _ in range(2)] == [1, 1]      # 4 and 4 of it; then its last token is a decode
+    assert rig.step().steps > 1
+
+
+@pytest.mark.parametrize("short", [FULL, SLIDING])
+def test_where_pages_are_short_one_step_is_planned_and_nobody_is_preempted_for_a_later_one(short):
+    """Two sequences of 6 tokens hold 2 pages each; 8 steps want 2 more each, and one is free."""
+    pages = {"full_pages": 1 + 5} if short == FULL else {"sliding_pages": 1 + 5}
+    rig = Rig(batch=2, decode_steps=8, **pages)
+    sequences = decoding(rig, 5, 5, max_new_tokens=15)
+    free = rig.tables[short].num_free
+    plan = rig.scheduler.plan()
+    assert (plan.steps, plan.decode, plan.preempted) == (1, tuple(sequences), ())
+    assert [rig.tables[short].num_free, free] == [1, 1], "pages were taken that no step needs yet"
+    rig.run()
+    rig.check_end()
+
+
+def test_a_plan_ahead_that_was_dropped_can_be_made_again():
+    rig = Rig(decode_steps=8)
+    decoding(rig, 5, 9)
+    first, again = rig.scheduler.plan(), rig.scheduler.plan()
+    assert (first.steps, first.decode) == (again.steps, again.decode) == (8, first.decode)
+    rig.run()
+    rig.check_end()
+
+
+def test_one_that_stops_or_is_aborted_within_a_run_of_steps_frees_what_was_held_for_the_rest():
+    rig = Rig(decode_steps=8, batch=2)
+    first, second = decoding(rig, 5, 6)
+    rig.step(meanwhile=lambda: rig.scheduler.abort(second.request_id))
+    assert len(first.output_ids) == 9 and len(second.output_ids) == 1
+    rig.run()
+    rig.check_end()
+
+
+def test_a_sliding_pool_for_many_steps_lets_every_run_be_a_full_one():
+    rig = Rig(full_pages=400, batch=5, decode_steps=7, budget=16)
+    for seed in range(5):
+        rig.add(prompt_of(9 + seed, seed), max_new_tokens=30, ignore_eos=True)
+    while rig.scheduler.has_work:
+        plan = rig.step()
+        if not plan.prefill:
+            assert plan.steps == min(7, max(s.max_output - len(s.output_ids) + plan.steps for s in plan.decode))
+    rig.check_end()
+    assert rig.scheduler.num_preemptions == 0
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, run, are aborted, in pools too small for them all."""
 
@@ -348,12 +442,15 @@ def machine(**rig_options):
 TestShortFullPool = machine(full_pages=1 + 11, batch=4, budget=16)
 TestShortSlidingPool = machine(sliding_pages=1 + 6, batch=4, budget=16)
 TestShortPoolsAndChunksOfOne = machine(full_pages=1 + 11, sliding_pages=1 + 4, batch=3, budget=1)
+TestThreeStepsAtOnce = machine(full_pages=1 + 13, batch=3, budget=16, decode_steps=3)
+TestEightStepsAtOnceOnShortPools = machine(full_pages=1 + 16, sliding_pages=1 + 9, batch=4, budget=16, decode_steps=8)
 
 
+@pytest.mark.parametrize("decode_steps", [1, 5])
 @pytest.mark.parametrize("budget", [1, WINDOW - 1, WINDOW, WINDOW + 1, 40])
-def test_a_thousand_operations_on_twelve_pages_leave_no_page_behind(budget):
+def test_a_thousand_operations_on_twelve_pages_leave_no_page_behind(budget, decode_steps):
     rng = random.Random(budget)
-    rig = Rig(full_pages=12, sliding_pages=9, batch=4, budget=budget)
+    rig = Rig(full_pages=12, sliding_pages=9, batch=4, budget=budget, decode_steps=decode_steps)
     for _ in range(1000):
         action = rng.random()
         if action < 0.12:

@@ -80,12 +80,25 @@ def test_a_chat_is_rendered_in_gemmas_turns_with_one_bos(tokenizer):
     assert "<|think|>" in tokenizer.apply_chat_template(chat, tokenize=False, enable_thinking=True)
 
 
+def test_as_it_is_used_by_default_the_compiled_captured_engine_says_what_hf_says(prompts, hf_tokens):
+    """Compiled, eight steps between two looks of the host, weights laid side by side."""
+    config = EngineConfig(device="cpu", capture_cudagraph=True, max_batch_size=8, max_seq_length=256, max_prefill_tokens=512)
+    assert config.compile and config.decode_steps_per_sync == 8
+    engine = FlexEngine.from_pretrained("tiny", config)
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS))
+    assert engine.notices == [] and engine.runner.regions.plan is not None
+    assert [c.token_ids for c in done] == hf_tokens
+    assert engine.stats.steps_eager == 0 and engine.stats.steps_replayed > 0 and engine.stats.compile_s > 0
+
+
 @pytest.mark.parametrize("changes", [
-    {"capture_cudagraph": True}, {}, {"capture_cudagraph": True, "shared_kv": "sidecar", "attention": "sdpa"},
-    {"max_batch_size": 1, "attention": "sdpa"}, {"max_prefill_tokens": 31, "attention": "sdpa", "n_pages": 16}],
-    ids=["captured flex", "eager flex", "captured sdpa sidecar", "sdpa alone", "sdpa, chunks and a small pool"])
+    {"capture_cudagraph": True, "attention": "flex"}, {"attention": "flex"}, {"capture_cudagraph": True, "shared_kv": "sidecar"},
+    {"max_batch_size": 1, "decode_steps_per_sync": 3}, {"max_prefill_tokens": 31, "n_pages": 16},
+    {"capture_cudagraph": True, "max_prefill_tokens": 31, "mixed_prefill": True}],
+    ids=["captured flex", "eager flex", "captured sidecar", "alone", "chunks and a small pool", "mixed prefill"])
 def test_greedy_tokens_equal_hf_generate_on_all_bundled_prompts(model, tokenizer, prompts, hf_tokens, changes):
-    config = EngineConfig(**({"device": "cpu", "max_batch_size": 8, "max_seq_length": 256, "max_prefill_tokens": 512} | changes))
+    config = EngineConfig(**({"device": "cpu", "compile": False, "max_batch_size": 8, "max_seq_length": 256,
+                              "max_prefill_tokens": 512} | changes))
     engine = FlexEngine(model, tokenizer, config)
     done = engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS))
     assert [c.token_ids for c in done] == hf_tokens
@@ -107,7 +120,7 @@ def test_the_committed_score_on_held_out_questions_is_at_least_95_percent():
 
 
 def test_thinking_and_a_tool_call_come_out_with_their_markers(model, tokenizer):
-    engine = FlexEngine(model, tokenizer, EngineConfig(device="cpu", attention="sdpa", max_seq_length=512))
+    engine = FlexEngine(model, tokenizer, EngineConfig(device="cpu", compile=False, max_seq_length=512))
     ask = [{"role": "user", "content": "What is 17 + 25?"}]
     text = tokenizer.apply_chat_template(ask, tokenize=False, add_generation_prompt=True, enable_thinking=True)
     thought = engine.generate([text])[0]

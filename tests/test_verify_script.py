@@ -30,7 +30,8 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "load_text_model", load)
 
     def run(*argv: str):
-        code = script.main(["--device", "cpu", "--attention", "sdpa", "--max_new_tokens", "4", "--out", str(tmp_path), *argv])
+        code = script.main(["--device", "cpu", "--attention", "sdpa", "--no-compile", "--max_new_tokens", "4",
+                            "--out", str(tmp_path), *argv])
         said = capsys.readouterr()
         return code, said.out, said.err
     return run

@@ -16,17 +16,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from gemma4_flex import attention
-from gemma4_flex.bench.cross_compile import GPU, Kernel, compile_kernel, generate
+from gemma4_flex.bench.cross_compile import Kernel, compile_kernel, generate
 from gemma4_flex.bench.kernel_page import line
+from gemma4_flex.bench.pretended_gpu import GPUS
 from gemma4_flex.kernel_options import HEAD_DIMS, TABLE, Fit
 
-# name, compute capability, multiprocessors, bytes of shared memory a block may opt in to (CUDA C++ Programming Guide,
-# table "Technical Specifications per Compute Capability")
-GPUS = {
-    "sm_80": ("A100", (8, 0), 108, 166_912),
-    "sm_90": ("H100, H200", (9, 0), 132, 232_448),
-    "sm_100": ("B200", (10, 0), 148, 232_448),
-}
 # cards that borrow another's rows of kernel_options.TABLE: whose, and their own limit
 RELATIVES = {"sm_86": ("sm_80", 101_376), "sm_89": ("sm_80", 101_376), "sm_120": ("sm_80", 101_376), "sm_103": ("sm_100", 232_448)}
 PHASES = ("decode", "prefill")
@@ -114,14 +108,13 @@ class Sweep:
 
     def __init__(self, progress: Callable[[str], None]):
         self.progress = progress
-        self.gpus = {arch: GPU(*GPUS[arch]) for arch in GPUS}
         self.generated: dict[tuple, Kernel] = {}
 
     def run(self) -> dict:
         """The record that results/kernel_report.json holds. Half an hour on one core."""
         return {"torch": torch.__version__, "triton": triton.__version__, "python": sys.version.split()[0],
                 "page_size": PAGE_SIZE, "num_heads": NUM_HEADS, "num_kv_heads": 1,
-                "gpus": {arch: {"name": name, "shared_limit_bytes": limit} for arch, (name, _, _, limit) in GPUS.items()},
+                "gpus": {arch: {"name": gpu.name, "shared_limit_bytes": gpu.shared_limit} for arch, gpu in GPUS.items()},
                 "known_figures": list(self.known_figures()), "defaults": list(self.defaults()),
                 "candidates": list(self.candidates()), "table_float32": list(self.table_in_float32()),
                 "table_on_relatives": list(self.table_on_relatives())}
@@ -129,7 +122,7 @@ class Sweep:
     def known_figures(self) -> Iterator[dict]:
         """KNOWN_FIGURES again, here."""
         for phase in PHASES:
-            kernel = generate(*owner_map_call(phase), self.gpus["sm_90"])
+            kernel = generate(*owner_map_call(phase), GPUS["sm_90"])
             for num_stages in (2, 3):
                 options = {"num_stages": num_stages, "num_warps": 8}
                 yield self.row("sm_90", 512, phase, kernel, options, known_shared_bytes=KNOWN_FIGURES[phase, num_stages])
@@ -137,7 +130,7 @@ class Sweep:
     def defaults(self) -> Iterator[dict]:
         """torch's own options, which depend on the card."""
         for arch, head_dim, phase in itertools.product(GPUS, HEAD_DIMS, PHASES):
-            kernel = generate(*engine_call(head_dim, phase, {}), self.gpus[arch])
+            kernel = generate(*engine_call(head_dim, phase, {}), GPUS[arch])
             yield self.row(arch, head_dim, phase, kernel, {})
 
     def candidates(self) -> Iterator[dict]:
@@ -169,7 +162,7 @@ class Sweep:
         if key not in self.generated:
             tile = {"BLOCK_N": block_n} if phase == "decode" else {"BLOCK_M": block_m, "BLOCK_N": block_n}
             call = engine_call(head_dim, phase, tile, dtype)
-            self.generated[key] = generate(*call, self.gpus["sm_90"])
+            self.generated[key] = generate(*call, GPUS["sm_90"])
         return self.generated[key]
 
     def kernel_of(self, head_dim: int, phase: str, fit: Fit, dtype: str = "bfloat16") -> Kernel:
@@ -180,7 +173,7 @@ class Sweep:
             **more: int) -> dict:
         """Compile `kernel` for `arch` and say what it takes."""
         compiled = compile_kernel(kernel, int(arch.removeprefix("sm_")), **options)
-        limit = limit or GPUS[arch][3]
+        limit = limit or GPUS[arch].shared_limit
         found = {"head_dim": head_dim, "phase": phase, "arch": arch, **kernel.options, **options,
                  "shared_bytes": compiled.shared_bytes, "shared_limit_bytes": limit, "fits": compiled.shared_bytes <= limit,
                  "registers": compiled.registers, "spill_bytes": compiled.spill_bytes, **more}

@@ -14,13 +14,15 @@ from pathlib import Path
 import torch
 from tabulate import tabulate
 
+from gemma4_flex import sizing
 from gemma4_flex.bench import stats_file
 from gemma4_flex.bench.measure import MIN_ROUNDS, Measurement, Round, summarize
-from gemma4_flex.bench.roofline import Bandwidth, DecodeFloor, decode_floor
+from gemma4_flex.bench.roofline import Bandwidth, Floor, MatmulRate, decode_floor, prefill_floor
 from gemma4_flex.bench.workload import EncodedPrompt, longest_shared_prefix
 
 SCHEMA_VERSION = 1
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+FIT_LENGTHS = (512, 4096, 32768)      # tokens of sequences whose number at once is told
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "triton")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -32,9 +34,9 @@ REQUIRED = (
     "workload.source", "workload.chat_template", "workload.longest_shared_prefix", "workload.prompt_tokens",
     "workload.output_tokens", "rounds", "warmup_rounds", "compile_s", "capture_s", "decode_tps_median",
     "prefill_tps_median", "ttft_ms_median", "ms_per_step_median", "spread", "token_agreement", "bandwidth_bytes_per_s",
-    "floor.step_weight_bytes", "floor.kv_bytes_per_step", "floor.ms_per_step", "floor_fraction", "steps_replayed",
-    "steps_eager", "peak_memory_bytes", "kv_bytes_per_token", "completions", "answers.asked",
-    "answers.exact",
+    "matmul_flop_per_s", "floor.step_weight_bytes", "floor.kv_bytes_per_step", "floor.ms_per_step", "floor.bound",
+    "floor_fraction", "prefill_floor.ms_per_round", "prefill_floor.bound", "prefill_floor_fraction", "steps_replayed",
+    "steps_eager", "peak_memory_bytes", "kv_bytes_per_token", "fits", "completions", "answers.asked", "answers.exact",
 )
 REQUIRED_OF_A_ROUND = ("decode_tokens", "prefill_tokens", "decode_s", "prefill_s", "wall_s", "steps_replayed",
                        "steps_eager", "prefix_hit_tokens")
@@ -104,21 +106,36 @@ def _lengths(counts: Sequence[int]) -> dict[str, float]:
     return {"total": sum(counts), "min": min(counts), "median": statistics.median(counts), "max": max(counts)}
 
 
-def _round(done: Round, prompt_tokens: int, floor: DecodeFloor) -> dict:
+def _round(done: Round, prompt_tokens: int, decode: Floor, prefill: Floor) -> dict:
     row = dataclasses.asdict(done) | {"ttft_ms": list(done.ttft_ms)}
-    # What the prompts hold and the device did not compute came from a prefix cache (B129).
+    # What the prompts hold and the device did not compute came from a prefix cache (B129), and the floor is of all they hold.
+    hits = max(0, prompt_tokens - done.prefill_tokens)
     return row | {"prefill_tps": done.prefill_tps, "decode_tps": done.decode_tps, "ms_per_step": done.ms_per_step,
-                  "prefix_hit_tokens": max(0, prompt_tokens - done.prefill_tokens),
-                  "floor_fraction": floor.fraction(done.decode_s)}
+                  "prefix_hit_tokens": hits, "floor_fraction": decode.fraction(done.decode_s),
+                  "prefill_floor_fraction": None if hits else prefill.fraction(done.prefill_s)}
+
+
+def fits(engine) -> list[dict[str, int]]:
+    """How many sequences of some lengths, and of the longest one allowed, the K/V pools hold at once."""
+    longest = engine.config.max_seq_length
+    lengths = [*(tokens for tokens in FIT_LENGTHS if tokens < longest), longest]
+    return [{"tokens": tokens, "sequences": n} for tokens, n in sizing.fits(engine.geometry, engine.config, lengths).items()]
+
+
+def _step_sizes(engine) -> dict:
+    """The sizes that steps are compiled and captured for, and what is compiled of them."""
+    runner = engine.runner
+    return {"batch_buckets": list(runner.buckets), "column_buckets": list(runner.column_buckets),
+            "prefill_token_buckets": list(runner.token_buckets), "attention_backends": dict(engine.attention_backends)}
 
 
 def build_result(*, benchmark: str, model_name: str, engine, measurement: Measurement, prompts: Sequence[EncodedPrompt],
-                 chat_template: str, prompt_source: str, bandwidth: Bandwidth, peak_memory: int, options: dict,
-                 notices: Sequence[str] = (), four_bit: dict | None = None) -> dict:
+                 chat_template: str, prompt_source: str, bandwidth: Bandwidth, matmul: MatmulRate, peak_memory: int,
+                 options: dict, notices: Sequence[str] = (), four_bit: dict | None = None) -> dict:
     """The result of one run as plain JSON values, complete by `check_result`.
 
-    `options` are the caller's own settings (rounds, prompts, lengths); the engine's resolved config joins them. `four_bit`
-    is `checkpoints.four_bit.describe_4bit` of a model with 4-bit weights.
+    `options` are the caller's own settings (rounds, prompts, lengths); the engine's resolved config joins them, and the
+    sizes its steps come in. `four_bit` is `checkpoints.four_bit.describe_4bit` of a model with 4-bit weights.
     """
     config, geometry, rounds = engine.config, engine.geometry, measurement.rounds
     element = ELEMENT_BYTES[config.dtype]
@@ -126,19 +143,23 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
     output_lengths = [len(c.token_ids) for c in measurement.completions]
     lengths = list(zip(prompt_lengths, output_lengths, strict=True))
 
-    def rows(some: Sequence[Round]) -> list[dict]:
-        return [_round(r, sum(prompt_lengths), floor_of(r)) for r in some]
+    rates = {"bytes_per_element": element, "bytes_per_s": bandwidth.bytes_per_s, "flop_per_s": matmul.flop_per_s,
+             "weight_bytes": four_bit and four_bit["step_weight_bytes"]}
+    prefill = prefill_floor(geometry, prompt_lengths, passes=-(-len(prompts) // config.max_batch_size), **rates)
 
-    def floor_of(done: Round) -> DecodeFloor:
-        return decode_floor(geometry, lengths, steps=done.steps, bytes_per_element=element,
-                            bytes_per_s=bandwidth.bytes_per_s, weight_bytes=four_bit and four_bit["step_weight_bytes"])
+    def rows(some: Sequence[Round]) -> list[dict]:
+        return [_round(r, sum(prompt_lengths), floor_of(r), prefill) for r in some]
+
+    def floor_of(done: Round) -> Floor:
+        return decode_floor(geometry, lengths, steps=done.steps, **rates)
 
     summaries = {
         "decode_tps": summarize([r.decode_tps for r in rounds]),
         "prefill_tps": summarize([r.prefill_tps for r in rounds]),
         "ms_per_step": summarize([r.ms_per_step for r in rounds]),
         "ttft_ms": summarize([t for r in rounds for t in r.ttft_ms])}
-    fractions = summarize([floor_of(r).fraction(r.decode_s) for r in rounds])
+    told = rows(rounds)
+    fractions = {name: summarize([row[name] for row in told]) for name in ("floor_fraction", "prefill_floor_fraction")}
     floor = floor_of(rounds[-1])
     completions = [
         {"prompt": p.text, "question": p.prompt.question, "text": c.text, "token_ids": list(c.token_ids),
@@ -151,22 +172,24 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
         "model_name": model_name, "geometry": describe_geometry(geometry),
         "device": config.device, "device_name": device_name(config.device), "threads": torch.get_num_threads(),
         "dtype": config.dtype, "attention_backends": dict(engine.attention_backends), "shared_kv": config.shared_kv,
-        "versions": versions(), "commit": commit(), "config": {**options, **dataclasses.asdict(config)},
+        "versions": versions(), "commit": commit(), "config": {**options, **dataclasses.asdict(config), **_step_sizes(engine)},
         "batch": config.max_batch_size,
         "workload": {"n_prompts": len(prompts), "source": prompt_source, "chat_template": chat_template,
                      "longest_shared_prefix": longest_shared_prefix([p.ids for p in prompts]),
                      "prompt_tokens": _lengths(prompt_lengths), "output_tokens": _lengths(output_lengths)},
-        "rounds": rows(rounds), "warmup_rounds": rows(measurement.warmup),
+        "rounds": told, "warmup_rounds": rows(measurement.warmup),
         "compile_s": engine.stats.compile_s, "capture_s": engine.stats.capture_s,
         **{f"{name}_median": summary and summary.median for name, summary in summaries.items()},
         "spread": {name: summary and summary.as_dict() for name, summary in summaries.items()},
         "token_agreement": measurement.token_agreement,
-        "bandwidth_bytes_per_s": bandwidth.bytes_per_s,
+        "bandwidth_bytes_per_s": bandwidth.bytes_per_s, "matmul_flop_per_s": matmul.flop_per_s,
         "floor": {"step_weight_bytes": floor.weight_bytes, "kv_bytes_per_step": floor.kv_bytes / max(1, floor.steps),
-                  "ms_per_step": floor.ms_per_step, "copy_buffer_bytes": bandwidth.buffer_bytes},
-        "floor_fraction": fractions and fractions.median,
+                  "ms_per_step": floor.ms_per_step, "bound": floor.bound, "copy_buffer_bytes": bandwidth.buffer_bytes},
+        "prefill_floor": {"flops": prefill.flops, "memory_bytes": prefill.steps * prefill.weight_bytes + prefill.kv_bytes,
+                          "ms_per_round": 1e3 * prefill.seconds, "bound": prefill.bound},
+        **{name: found and found.median for name, found in fractions.items()},
         "steps_replayed": sum(r.steps_replayed for r in rounds), "steps_eager": sum(r.steps_eager for r in rounds),
-        "peak_memory_bytes": peak_memory, "memory": dict(engine.memory_report()),
+        "peak_memory_bytes": peak_memory, "memory": dict(engine.memory_report()), "fits": fits(engine),
         "kv_bytes_per_token": dict(geometry.kv_bytes_per_token(element)),
         "completions": completions,
         "answers": {"asked": len(asked), "exact": sum(c["text"].strip() == c["expected"] for c in asked)},
@@ -260,10 +283,13 @@ def _bytes(count: float) -> str:
 def table(result: dict) -> str:
     """One run as two columns; what each row means is in scripts/benchmarks/README.md. Raises IncompleteResult."""
     check_result(result)
-    floor, workload = result["floor"], result["workload"]
-    reached = "no decode step was run"
+    floor, prefill, workload = result["floor"], result["prefill_floor"], result["workload"]
+    reached = {"decode": "no decode step was run", "prefill": "not all of the prompts was computed"}
     if result["floor_fraction"] is not None:
-        reached = f"{floor['ms_per_step']:.3f} ms, {result['floor_fraction']:.1%} of it reached"
+        reached["decode"] = f"{floor['ms_per_step']:.3f} ms by {floor['bound']}, {result['floor_fraction']:.1%} of it reached"
+    if result["prefill_floor_fraction"] is not None:
+        reached["prefill"] = (f"{prefill['ms_per_round']:.1f} ms a round by {prefill['bound']}, "
+                              f"{result['prefill_floor_fraction']:.1%} of it reached")
     rows = [
         ("model", f"{result['model_name']}, {_dtype(result)} on {result['device_name']}"),
         ("attention", f"{_backends(result)}; shared layers {result['shared_kv']}"),
@@ -274,12 +300,16 @@ def table(result: dict) -> str:
         ("decode tok/s", _with_spread(result, "decode_tps")),
         ("time to first token, ms", _with_spread(result, "ttft_ms")),
         ("ms per decode step", _with_spread(result, "ms_per_step")),
-        ("floor of a decode step", reached),
+        ("floor of a decode step", reached["decode"]),
+        ("floor of prefill", reached["prefill"]),
         ("measured bandwidth", f"{result['bandwidth_bytes_per_s'] / 1e9:,.1f} GB/s"),
+        ("measured matmul rate", f"{result['matmul_flop_per_s'] / 1e9:,.0f} GFLOP/s"),
         ("peak memory", _bytes(result["peak_memory_bytes"])),
         *((f"KV per token, {group}", _bytes(count)) for group, count in sorted(result["kv_bytes_per_token"].items())),
+        ("fits at once", ", ".join(f"{fit['sequences']:,} x {fit['tokens']:,} tokens" for fit in result["fits"])),
         ("decode steps", f"{result['steps_replayed']:,} replayed, {result['steps_eager']:,} eager"),
-        ("compile, capture", f"{result['compile_s']:.2f} s and {result['capture_s']:.2f} s, not in the figures above"),
+        ("compile", f"{result['compile_s']:.2f} s, not in the figures above"),
+        ("capture", f"{result['capture_s']:.2f} s, not in the figures above"),
     ]
     if result["answers"]["asked"]:
         rows.append(("answers", f"{result['answers']['exact']} of {result['answers']['asked']} right word for word"))

@@ -12,6 +12,7 @@ from gemma4_flex.checkpoints.four_bit import require_bitsandbytes
 from gemma4_flex.checkpoints.hf import NAMES, load_directory, load_hub
 from gemma4_flex.checkpoints.skeleton import CheckpointError, LoadedModel, require_transformers
 from gemma4_flex.checkpoints.synthetic import load_synthetic
+from gemma4_flex.models.gemma4 import lay_side_by_side
 
 __all__ = ["CheckpointError", "LoadedModel", "load_text_model"]
 
@@ -20,7 +21,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 def load_text_model(name: str, *, dtype: torch.dtype, device: str, seed: int = 0,
                     four_bit: bool = False) -> LoadedModel:
-    """The text model called `name`, in `dtype`, on `device`.
+    """The text model called `name`, in `dtype`, on `device`, linears that read one input side by side in memory.
 
     `name`: `tiny` (bundled), `synthetic:E2B`, `synthetic:E4B`, `synthetic:Bolt`, `synthetic:<path of a config.json>`
     (random weights from `seed`), a local Hugging Face directory, or a hub id; text-only or multimodal. `four_bit` asks for
@@ -29,6 +30,12 @@ def load_text_model(name: str, *, dtype: torch.dtype, device: str, seed: int = 0
     Raises CheckpointError for a name that leads nowhere and for files that do not make up a model, and
     UnsupportedModelError, before any weight is read, for a model that this engine does not compute.
     """
+    loaded = _load(name, dtype, device, seed, four_bit)
+    lay_side_by_side(loaded.model.model)
+    return loaded
+
+
+def _load(name: str, dtype: torch.dtype, device: str, seed: int, four_bit: bool) -> LoadedModel:
     require_transformers()
     if four_bit:
         require_bitsandbytes()

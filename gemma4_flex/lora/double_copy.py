@@ -25,7 +25,7 @@ from gemma4_flex.lora.adapters import (
     linears_of,
     load_adapter,
 )
-from gemma4_flex.models.gemma4 import view_of
+from gemma4_flex.models.gemma4 import lay_side_by_side, view_of
 
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 22}      # elements merged at a time
 
@@ -56,9 +56,8 @@ class DoubleCopy:
             raise AdapterError(f"a double copy without targets can take no adapter: name some, or {ALL_LINEAR!r}.")
         mine, theirs = linears_of(self.inference), linears_of(self.base)
         self.pristine: dict[str, Tensor] = {path: theirs[path].weight for path in paths}
-        self.merged: dict[str, Tensor] = {}
-        for path in paths:
-            self.merged[path] = self._own_weight(path, mine[path])
+        self.merged: dict[str, Tensor] = {path: self._own_weight(path, mine[path]) for path in paths}
+        lay_side_by_side(self.inference.model, set(self.merged.values()))
         self.engines: weakref.WeakSet = weakref.WeakSet()      # that run `inference` and must hear of a refresh
 
     def _own_weight(self, path: str, linear: nn.Module) -> nn.Parameter:

@@ -21,7 +21,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--rank", type=int, default=16, help="rank of the random adapter")
     add("--dtype", default="bfloat16")
     add("--device", default="auto")
-    add("--attention", default="flex")
+    add("--attention", default=EngineConfig.attention)
+    add("--compile", action=argparse.BooleanOptionalAction, default=EngineConfig.compile)
     add("--capture_cudagraph", action="store_true")
     add("--batch", type=int, default=8)
     add("--prompt_tokens", type=int, default=64)
@@ -31,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--stats_path", type=Path, help="where the figures go as JSON")
     args = flags.parse_args(argv)
     try:
-        config = EngineConfig(device=args.device, dtype=args.dtype, attention=args.attention, seed=args.seed,
+        config = EngineConfig(device=args.device, dtype=args.dtype, attention=args.attention, compile=args.compile, seed=args.seed,
                               capture_cudagraph=args.capture_cudagraph, max_batch_size=args.batch,
                               max_seq_length=args.prompt_tokens + args.new_tokens, max_prefill_tokens=1024)
         path = args.stats_path and stats_file.check_writable(args.stats_path)
@@ -62,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     print(lora_table(figures))
     if path:
         stats_file.write_json({"benchmark": "bench_lora", "model_name": args.model_name, "device": device, "dtype": args.dtype,
-                               "attention": args.attention, "captured": args.capture_cudagraph, "rank": args.rank,
+                               "attention": args.attention, "captured": args.capture_cudagraph, "compiled": args.compile,
+                               "rank": args.rank,
                                "versions": versions(), "commit": commit(), **figures}, path)
         print(f"result: {path}")
     return 0

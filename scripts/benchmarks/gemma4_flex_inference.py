@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from gemma4_flex import sizing
 from gemma4_flex.bench import stats_file, workload
 from gemma4_flex.geometry import UnsupportedModelError
 from gemma4_flex.kernel_options import parse_options
@@ -23,6 +24,7 @@ BENCHMARK = "gemma4_flex_inference"
 HUB_MODEL = "unsloth/gemma-4-E2B-it"
 RUNS = Path(__file__).resolve().parent.parent.parent / "results" / "runs"
 SHOWN = 8          # completions that are printed
+LENGTHS = (512, 4_096, 32_768)      # of sequences, for which the run says how many fit
 DRIFT_PROMPTS = 4  # prompts whose logits drift verification compares
 DEFAULTS, SAMPLING = EngineConfig(), SamplingParams()
 
@@ -57,8 +59,14 @@ def parser() -> Parser:
     add("--max_batch_size", type=int, default=DEFAULTS.max_batch_size)
     add("--max_seq_length", type=int, default=DEFAULTS.max_seq_length)
     add("--n_pages", type=int, help="pages of the full-attention group (default: what a full batch needs)")
+    add("--gpu_memory_utilization", type=float, metavar="SHARE",
+        help="size the K/V pools by what is left of this share of the device's memory, instead of --n_pages")
     add("--page_size", type=int, help="tokens a page, a power of two")
     add("--capture_cudagraph", action="store_true", help="replay captured decode graphs (a traced graph on a CPU)")
+    add("--compile", action=argparse.BooleanOptionalAction, default=DEFAULTS.compile, help="compile steps with Inductor (default)")
+    add("--decode_steps_per_sync", type=int, default=DEFAULTS.decode_steps_per_sync, metavar="K",
+        help=f"decode steps between two looks of the host (default {DEFAULTS.decode_steps_per_sync}); tokens are the same")
+    add("--mixed_prefill", action="store_true", help="prompts and running sequences in one pass where both are due")
     add("--decode_kernel_options", type=kernel_options, metavar="JSON", help="flex_attention kernel options for decode")
     add("--prefill_kernel_options", type=kernel_options, metavar="JSON", help="the same for prefill")
     add("--fa4_prefill", action=argparse.BooleanOptionalAction, help="refused: FlashAttention-4 stops at head_dim 128")
@@ -66,7 +74,7 @@ def parser() -> Parser:
     add("--stats_path", type=Path, help="where the result goes as JSON (default: a new file in results/runs/)")
     add("--device", default=DEFAULTS.device, help="auto, cpu or cuda")
     add("--dtype", default=DEFAULTS.dtype, help="auto, float32 or bfloat16")
-    add("--attention", default=DEFAULTS.attention, help="flex or sdpa")
+    add("--attention", default=DEFAULTS.attention, help="auto, flex or sdpa (auto: flex with CUDA, sdpa on a CPU)")
     add("--shared_kv", default=DEFAULTS.shared_kv, help="paged or sidecar")
     add("--prompts", type=Path, metavar="FILE",
         help="JSONL, one {\"messages\": [...]} or {\"text\": \"...\"} a line (default: the bundled prompts)")
@@ -192,6 +200,9 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
 
     name = choose_model(args)
     engine, lora, packed = load(args, config, name)
+    if engine.sizing:
+        print(f"K/V pools: {engine.sizing}")
+    print(f"fits at once: {fitting(engine)}")
     told = list(engine.notices)
     for notice in told:
         print(f"note: {notice}")
@@ -217,8 +228,8 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
     result = report.build_result(
         benchmark=BENCHMARK, model_name=name, engine=engine, measurement=measurement, prompts=encoded,
         chat_template=template, prompt_source=source, bandwidth=roofline.copy_bandwidth(engine.config.device),
-        peak_memory=peak, options=options, notices=engine.notices,
-        four_bit=packed)
+        matmul=roofline.matmul_rate(engine.config.device, engine.config.dtype), peak_memory=peak, options=options,
+        notices=engine.notices, four_bit=packed)
     result["lora"] = lora and lora.summary()
     if args.verify_no_drift:
         from gemma4_flex.engine import FlexEngine
@@ -230,6 +241,13 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
         print(f"\n{drift_table(drift)}")
         result["drift"] = drift_result(drift)
     return result
+
+
+def fitting(engine) -> str:
+    """The largest batch of some lengths that the pools hold."""
+    longest = engine.config.max_seq_length
+    held = sizing.fits(engine.geometry, engine.config, sorted({longest, *(n for n in LENGTHS if n < longest)}))
+    return ", ".join(f"{batch} x {length:,} tokens" for length, batch in held.items())
 
 
 def is_for_the_user(error: ValueError) -> bool:

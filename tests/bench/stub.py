@@ -75,8 +75,10 @@ class StubEngine:
                  waits: bool = True, changes: bool = False):
         self.device, self.reply, self.step_s, self.waits, self.changes = device, reply, step_s, waits, changes
         self.first_extra_s, self.calls = first_extra_s, 0
+        self.sizing = ""
         self.notices = ["sdpa instead of flex: no C++ compiler here"]
         self.attention_backends = {"sliding_attention": "flex", "full_attention": "sdpa"}
+        self.runner = SimpleNamespace(buckets=[1, 2, 4, 8], column_buckets=[1, 2, 64], token_buckets=[16, 2048])
         self.config = EngineConfig(device="cpu").resolved("cpu")
         self.geometry, self.tokenizer = geometry(), WordTokenizer()
         self.stats = SimpleNamespace(prefill_tokens=0, decode_tokens=0, prefill_s=0.0, decode_s=0.0, steps_replayed=0,

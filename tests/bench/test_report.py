@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from gemma4_flex.bench import measure, report, roofline, stats_file, workload
+from gemma4_flex.params import EngineConfig
 from tests.bench.stub import AsyncDevice, StubEngine
 
 PROMPTS = [workload.Prompt(text="capital?", answer="Paris."), workload.Prompt(text="symbol?", answer="Au."),
@@ -22,7 +23,8 @@ def make_result(*, n_rounds: int = 3, **engine_options) -> dict:
     result = report.build_result(
         benchmark="test", model_name="stub", engine=engine, measurement=measurement, prompts=encoded,
         chat_template="native", prompt_source="bundled", bandwidth=roofline.Bandwidth(1e9, 1 << 20, 3),
-        peak_memory=12345, options={"n_rounds": n_rounds, "page_size": None}, notices=engine.notices)
+        matmul=roofline.MatmulRate(2e9, "float32", (64,), 3), peak_memory=12345,
+        options={"n_rounds": n_rounds, "page_size": None}, notices=engine.notices)
     return result | {"commit": "0123456789abcdef"}
 
 
@@ -62,6 +64,13 @@ def test_the_floor_fraction_is_the_floors_time_over_the_measured_time(result):
     assert result["floor_fraction"] == pytest.approx(result["floor"]["ms_per_step"] / result["ms_per_step_median"])
 
 
+def test_prefill_has_a_floor_of_its_own_that_its_seconds_are_held_against(result):
+    lengths, floor = [1 + len(p.text) for p in PROMPTS], result["prefill_floor"]
+    assert floor["flops"] == roofline.prefill_flops(StubEngine(AsyncDevice()).geometry, lengths) and floor["bound"] == "arithmetic"
+    assert floor["ms_per_round"] == pytest.approx(1e3 * floor["flops"] / 2e9)
+    assert result["prefill_floor_fraction"] == pytest.approx(floor["ms_per_round"] / sum(lengths))      # the stub's 1 ms a token
+
+
 def test_lengths_are_counted_in_real_tokens(result):
     counts = [1 + len(p.text) for p in PROMPTS]          # the stub's tokenizer: BOS and a token a character
     assert result["workload"]["prompt_tokens"] == {"total": sum(counts), "min": 8, "median": 9, "max": 9}
@@ -73,9 +82,30 @@ def test_the_whole_config_is_told_resolved(result):
     assert result["config"]["page_size"] == 32 and result["config"]["dtype"] == "float32"
 
 
+def test_how_steps_are_run_is_told_in_the_config(result):
+    config = result["config"]
+    assert config["compile"] is True and config["decode_steps_per_sync"] == 8 and config["mixed_prefill"] is False
+    assert config["attention_backends"] == {"sliding_attention": "flex", "full_attention": "sdpa"}
+    assert config["batch_buckets"] == [1, 2, 4, 8] and config["column_buckets"] == [1, 2, 64]
+
+
 def test_kv_bytes_are_told_by_group(result):
     # owners of the stub's geometry: two layers a type, K and V of 16 and of 32 floats
     assert result["kv_bytes_per_token"] == {"sliding_attention": 2 * 2 * 16 * 4, "full_attention": 2 * 2 * 32 * 4}
+
+
+def test_how_many_sequences_fit_is_told_by_length(result, monkeypatch):
+    # the stub's config: 8 sequences of 2,048 tokens, in pages of 32, all of which a full batch needs
+    assert result["fits"] == [{"tokens": 512, "sequences": 8}, {"tokens": 2048, "sequences": 8}]
+    assert "8 x 512 tokens, 8 x 2,048 tokens" in report.table(result)
+    made = StubEngine.__init__
+
+    def tight(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        self.config = EngineConfig(device="cpu", n_pages=101).resolved("cpu")
+
+    monkeypatch.setattr(StubEngine, "__init__", tight)
+    assert make_result()["fits"] == [{"tokens": 512, "sequences": 6}, {"tokens": 2048, "sequences": 1}]
 
 
 def test_answers_are_counted_only_where_the_prompt_has_one(result):
@@ -92,7 +122,9 @@ def test_prompt_tokens_that_were_never_computed_show_as_prefix_hits(monkeypatch)
         return done
 
     monkeypatch.setattr(StubEngine, "generate", cached)
-    assert make_result()["rounds"][0]["prefix_hit_tokens"] == 7
+    found = make_result()
+    assert found["rounds"][0]["prefix_hit_tokens"] == 7
+    assert found["prefill_floor_fraction"] is None and "not all of the prompts was computed" in report.table(found)
 
 
 def test_a_run_without_a_decode_step_is_told_without_decode_figures():
@@ -170,10 +202,14 @@ def test_a_result_that_does_not_know_a_needed_field_is_not_ranked(copy, name):
 def test_the_table_has_every_row_the_readme_explains(result):
     table = report.table(result)
     for row in ("prefill tok/s", "decode tok/s", "time to first token, ms", "ms per decode step",
-                "floor of a decode step", "peak memory", "KV per token, sliding_attention",
+                "floor of a decode step", "floor of prefill", "measured matmul rate",
+                "peak memory", "KV per token, sliding_attention",
                 "KV per token, full_attention", "12 replayed, 0 eager", "full_attention sdpa, sliding_attention flex",
                 "1 of 2 right"):
         assert row in table
+    rows = {line.split("  ")[0]: line for line in table.splitlines()}
+    assert "0.50 s" in rows["compile"] and "0.25 s" in rows["capture"]
+    assert "by memory" in rows["floor of a decode step"] and "by arithmetic" in rows["floor of prefill"]
     assert "Not to be ranked" not in table
 
 

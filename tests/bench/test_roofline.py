@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from gemma4_flex.bench import roofline
+from gemma4_flex.geometry import ModelGeometry
 from tests.bench.stub import AsyncDevice, geometry
+from tests.tiny import tiny_model
 
 
 def floor(lengths, steps, bytes_per_s=1e9):
@@ -45,6 +49,70 @@ def test_the_fraction_is_of_the_floor_and_there_is_none_without_a_decode():
     assert found.fraction(0.0) is None
 
 
+# ---- arithmetic
+
+
+def rotary_flops(counted: dict) -> int:
+    """Hugging Face makes the rotary angles by a matmul, which is no part of the model."""
+    return sum(sum(ops.values()) for name, ops in counted.items() if name.endswith("rotary_emb"))
+
+
+def test_a_prompt_of_one_token_takes_what_torch_counts_in_hugging_faces_forward():
+    model = tiny_model(attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.tensor([[5]]))
+    told = counter.get_total_flops() - rotary_flops(counter.get_flop_counts())
+    assert roofline.prefill_flops(ModelGeometry.from_config(model.config), [1]) == told
+
+
+def attention_flops(shape, layer, tokens: int) -> int:
+    """Of one query that has `tokens` before it, itself included: a head's score and its sum, a key each."""
+    return layer.num_heads * 2 * (2 * layer.head_dim) * min(tokens, layer.window or tokens)
+
+
+def test_prefill_walks_owner_layers_for_every_token_and_the_rest_for_the_last_one_of_each_prompt():
+    shape = geometry()
+    one = roofline.prefill_flops(shape, [1])
+    linear = one - sum(attention_flops(shape, layer, 1) for layer in shape.layers)
+    weights = {}      # a layer's linears are what it adds to the model, twice over
+    for layer in shape.layers:
+        q, kv = layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim * layer.owns_kv
+        weights[layer.index] = shape.hidden_size * (2 * q + kv + 3 * layer.mlp_width + 3 * shape.ple_width)
+    assert linear == 2 * (sum(weights.values()) + shape.vocab_size * shape.hidden_size)
+    for tokens in (2, 4, 5, 40):      # the window is 4
+        owners = [layer for layer in shape.layers if layer.owns_kv]
+        expected = linear + 2 * (tokens - 1) * sum(weights[layer.index] for layer in owners)
+        expected += sum(attention_flops(shape, layer, seen) for layer in owners for seen in range(1, tokens + 1))
+        expected += sum(attention_flops(shape, layer, tokens) for layer in shape.layers if not layer.owns_kv)
+        assert roofline.prefill_flops(shape, [tokens]) == expected
+    assert roofline.prefill_flops(shape, [3, 1, 9]) == sum(roofline.prefill_flops(shape, [n]) for n in (3, 1, 9))
+
+
+def test_a_decode_step_takes_every_layer_and_sees_what_is_in_view():
+    shape = geometry()
+    linear = roofline.prefill_flops(shape, [1]) - sum(attention_flops(shape, layer, 1) for layer in shape.layers)
+    expected = sum(linear + sum(attention_flops(shape, layer, 3 + j) for layer in shape.layers) for j in range(1, 6))
+    assert roofline.decode_flops(shape, [(3, 6), (50, 1), (9, 0)]) == expected
+    assert floor([(3, 6)], steps=5).flops == expected
+
+
+def test_prefills_floor_is_memory_for_a_few_tokens_and_arithmetic_for_many():
+    shape = geometry()
+    rates = {"bytes_per_element": 4, "bytes_per_s": 1e9, "flop_per_s": 1e10}
+    few, many = roofline.prefill_floor(shape, [2], **rates), roofline.prefill_floor(shape, [2] * 100, **rates)
+    assert few.bound == "memory" and few.seconds == (shape.step_weight_bytes(4) + shape.kv_cache_bytes(2, 4)) / 1e9
+    assert many.bound == "arithmetic" and many.seconds == roofline.prefill_flops(shape, [2] * 100) / 1e10
+    twice = roofline.prefill_floor(shape, [2], passes=2, **rates)
+    assert twice.memory_s - few.memory_s == pytest.approx(shape.step_weight_bytes(4) / 1e9)
+
+
+def test_a_floor_without_a_matmul_rate_is_memorys():
+    assert floor([(10, 4)], steps=3).arithmetic_s == 0 and floor([(10, 4)], steps=3).bound == "memory"
+
+
+# ---- rates
+
+
 def test_bandwidth_counts_bytes_read_and_written_and_takes_the_best_pass():
     class Uneven(AsyncDevice):
         passes = iter([9.0, 4.0, 2.0, 8.0])      # a wait that ends a pass takes the next of these seconds
@@ -62,3 +130,23 @@ def test_bandwidth_counts_bytes_read_and_written_and_takes_the_best_pass():
 
 def test_the_bandwidth_of_this_machine_is_between_a_disks_and_a_fairy_tales():
     assert 1e8 < roofline.copy_bandwidth("cpu", buffer_bytes=16 << 20, repeats=3).bytes_per_s < 1e13
+
+
+def test_a_matmul_counts_two_operations_a_product_and_takes_the_best_pass_of_the_best_size(monkeypatch):
+    class Uneven(AsyncDevice):
+        passes, pending = iter([9.0, 4.0, 8.0, 3.0, 2.0, 7.0]), False      # three of each size
+        def synchronize(self):
+            if self.pending:
+                self.now += next(self.passes)
+            self.pending = not self.pending
+
+    device, seen = Uneven(), []
+    real = torch.nn.functional.linear
+    monkeypatch.setattr(roofline.F, "linear", lambda x, w: (seen.append((x.dtype, tuple(x.shape), tuple(w.shape))), real(x, w))[1])
+    found = roofline.matmul_rate("cpu", "bfloat16", sizes=(16, 8), repeats=3, synchronize=device.synchronize, clock=device.clock)
+    assert found.flop_per_s == max(2 * 16 ** 3 / 4.0, 2 * 8 ** 3 / 2.0) and found.dtype == "bfloat16"
+    assert set(seen) == {(torch.bfloat16, (n, n), (n, n)) for n in (16, 8)}
+
+
+def test_the_matmul_rate_of_this_machine_is_between_a_pocket_calculators_and_a_fairy_tales():
+    assert 1e8 < roofline.matmul_rate("cpu", "float32", sizes=(256,), repeats=3).flop_per_s < 1e15

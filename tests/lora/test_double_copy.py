@@ -15,7 +15,7 @@ from gemma4_flex.lora.drift import fingerprint, half_ulp, state
 from gemma4_flex.lora.unmerged import unmerged_view
 from tests.tiny import fake_tokenizer, tiny_model
 
-CONFIG = EngineConfig(attention="sdpa", max_batch_size=4, max_seq_length=128, page_size=4, max_prefill_tokens=16)
+CONFIG = EngineConfig(attention="sdpa", compile=False, max_batch_size=4, max_seq_length=128, page_size=4, max_prefill_tokens=16)
 PROMPTS = [[2, 5, 9, 13, 40], [2, 7, 7, 7, 30, 31, 32, 33, 34, 35], [2, 60]]
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 

@@ -10,7 +10,7 @@ from gemma4_flex.lora.adapters import random_adapter
 from gemma4_flex.lora.double_copy import DoubleCopy
 from tests.tiny import fake_tokenizer, tiny_model
 
-CONFIG = EngineConfig(attention="sdpa", capture_cudagraph=True, max_batch_size=1, max_seq_length=128, page_size=4,
+CONFIG = EngineConfig(attention="sdpa", compile=False, capture_cudagraph=True, max_batch_size=1, max_seq_length=128, page_size=4,
                       max_prefill_tokens=16)
 PROMPTS = [[2, 5, 9, 13, 40], [2, 7, 7, 7, 30, 31, 32, 33, 34, 35]]
 

@@ -22,7 +22,7 @@ from gemma4_flex.models.gemma4 import view_of
 from tests.checkpoints.test_four_bit import WIDTHS
 from tests.tiny import fake_tokenizer, tiny_model
 
-CONFIG = EngineConfig(attention="sdpa", max_batch_size=2, max_seq_length=128, page_size=4, max_prefill_tokens=16)
+CONFIG = EngineConfig(attention="sdpa", compile=False, max_batch_size=2, max_seq_length=128, page_size=4, max_prefill_tokens=16)
 PROMPTS = [[2, 5, 9, 13, 40], [2, 7, 7, 7, 30, 31, 32, 33, 34, 35]]
 IDS = torch.tensor([PROMPTS[1]])
 

@@ -105,6 +105,11 @@ def test_the_per_layer_rows_belong_to_their_layers(engine, model):
     assert torch.allclose(ours, hf_logits(swapped, PROMPT + FORCED)[len(PROMPT) - 1:], atol=TOLERANCE)
 
 
+def of_layer_1(engine: FlexEngine) -> tuple[torch.Tensor, torch.Tensor]:
+    group = engine.runner.cache.groups["full_attention"]
+    return group.keys[1], group.values[1]
+
+
 @pytest.mark.parametrize("fault", ["scale", "positions counted within a step", "owner", "window"])
 def test_a_planted_fault_is_seen_in_the_logits(model, fault, monkeypatch):
     if fault == "scale":
@@ -114,8 +119,9 @@ def test_a_planted_fault_is_seen_in_the_logits(model, fault, monkeypatch):
         monkeypatch.setattr(gemma4, "cos_sin", lambda positions, *rest: honest(positions + positions.numel(), *rest))
     engine = make_engine(model)
     if fault == "owner":
-        attend = engine.runner.backends["full_attention"].attend
-        engine.runner.backends["full_attention"].attend = lambda q, owner, *rest: attend(q, 1, *rest)
+        backend, keys, values = (engine.runner.backends["full_attention"], *of_layer_1(engine))
+        attend = backend.attend
+        backend.attend = lambda q, k, v, rows, plan, owner, gathered: attend(q, keys, values, rows, plan, 1, gathered)
     if fault == "window":
         engine.runner.cache.groups["sliding_attention"].window = 3
     assert worst(engine, model) > 100 * TOLERANCE
@@ -135,10 +141,17 @@ def test_shared_layers_read_the_last_owner_of_their_type(geometry, first, slidin
 
 def test_a_shared_layer_leaves_every_page_bitwise_as_it_was(model):
     engine = make_engine(model)
-    hashes = []
-    for layer in engine.runner.walk.text.layers[4:]:
-        layer.register_forward_pre_hook(lambda *_: hashes.append(pages_hash(engine)))
-        layer.register_forward_hook(lambda *_: hashes.append(pages_hash(engine)))
+    walk, hashes = engine.runner.walk, []
+    honest = walk._layer_body
+
+    def watched(layer, *rest):
+        if layer.index < 4:
+            return honest(layer, *rest)
+        hashes.append(pages_hash(engine))
+        out = honest(layer, *rest)
+        hashes.append(pages_hash(engine))
+        return out
+    walk._layer_body = watched
     engine.trace(PROMPT, FORCED)
     assert len(hashes) == 4 * (1 + len(FORCED))
     for step in range(0, len(hashes), 4):
@@ -148,14 +161,20 @@ def test_a_shared_layer_leaves_every_page_bitwise_as_it_was(model):
 
 def test_shared_layers_have_no_k_and_v_to_read_by_mistake(engine):
     assert all(not hasattr(layer.self_attn, "k_proj") for layer in engine.runner.walk.text.layers[4:])
+    assert [weights.k_norm is None for weights in engine.runner.walk.layers] == [False] * 4 + [True] * 2
     assert set(engine.runner.cache.groups["sliding_attention"].keys) == {0, 2}
     assert set(engine.runner.cache.groups["full_attention"].keys) == {1, 3}
 
 
 def rows_into(engine: FlexEngine, layer: int) -> list[int]:
     """The number of tokens that enter `layer` at each of its calls, from now on."""
-    counts = []
-    engine.runner.walk.text.layers[layer].register_forward_pre_hook(lambda m, args: counts.append(args[0].shape[1]))
+    counts, honest = [], engine.runner.walk._layer_body
+
+    def counted(at, gathered, weights, pools, next_norm, hidden, *rest):
+        if at.index == layer:
+            counts.append(hidden.shape[0])
+        return honest(at, gathered, weights, pools, next_norm, hidden, *rest)
+    engine.runner.walk._layer_body = counted
     return counts
 
 
@@ -167,11 +186,11 @@ def test_prefill_rows_without_wanted_logits_never_enter_a_shared_layer(model):
     assert shared == [1]                # the first two chunks do not call it at all
 
 
-def test_rows_wanted_are_padded_to_a_bucket_of_the_batch(model):
+def test_shared_layers_see_a_row_for_each_prompt_that_ends(model):
     engine = make_engine(model)
     shared = rows_into(engine, 5)
     tokens_of(engine, some_prompts(4, 5, 6), 1)
-    assert shared[0] == 4
+    assert shared == [3]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 12])

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.attention import flex_attention
 
 from gemma4_flex import attention
+from gemma4_flex.decode_state import DecodeState
 from gemma4_flex.engine import FlexEngine
 from gemma4_flex.geometry import ModelGeometry
 from gemma4_flex.models import gemma4
@@ -55,7 +56,7 @@ def consulted(dtype: torch.dtype) -> tuple[nn.Module, list[Oracle]]:
 def engine_on(model: nn.Module, **config) -> FlexEngine:
     longest = 17 + ROWS
     return FlexEngine(model, None, EngineConfig(
-        **{"attention": "sdpa", "page_size": 4, "max_batch_size": 6, "max_seq_length": longest} | config))
+        **{"attention": "sdpa", "compile": False, "page_size": 4, "max_batch_size": 6, "max_seq_length": longest} | config))
 
 
 def verdict_on(dtype: torch.dtype, plant, monkeypatch, prompts: slice = slice(None), **config):
@@ -82,11 +83,13 @@ def scale_one_over_root_d(engine, monkeypatch):
     monkeypatch.setattr(attention, "SCALE", None)  # what leaving `scale=` out means to flex_attention and to SDPA
 
 
+def reweigh(engine: FlexEngine, change, layers: slice = slice(None)) -> None:
+    """Replace what the walk holds of its layers' weights."""
+    engine.runner.walk.layers[layers] = [change(weights) for weights in engine.runner.walk.layers[layers]]
+
+
 def one_plus_w_norm(engine, monkeypatch):
-    def forward(self, x):
-        return (self._norm(x.float()) * (1 + self.weight.float())).type_as(x)
-    for layer in text(engine).layers:
-        layer.post_attention_layernorm.forward = types.MethodType(forward, layer.post_attention_layernorm)
+    reweigh(engine, lambda w: w._replace(post_attention_norm=1 + w.post_attention_norm.float()))
 
 
 def window_one_short(engine, monkeypatch):
@@ -98,13 +101,11 @@ def window_one_long(engine, monkeypatch):
 
 
 def layer_scalar_dropped(engine, monkeypatch):
-    for layer in text(engine).layers:
-        layer.layer_scalar = torch.ones_like(layer.layer_scalar)
+    reweigh(engine, lambda w: w._replace(scalar=torch.ones_like(w.scalar)))
 
 
 def one_layer_scalar_dropped(engine, monkeypatch):
-    layer = text(engine).layers[3]  # its scalar is .98
-    layer.layer_scalar = torch.ones_like(layer.layer_scalar)
+    reweigh(engine, lambda w: w._replace(scalar=torch.ones_like(w.scalar)), slice(3, 4))  # its scalar is .98
 
 
 def rotary_on_the_first_quarter(engine, monkeypatch):
@@ -123,15 +124,13 @@ def rotary_exponent_over_the_rotated_width(engine, monkeypatch):
 
 
 def wrong_owner(engine, monkeypatch):
-    right = gemma4.StepKV.attend
-    monkeypatch.setattr(gemma4.StepKV, "attend", lambda self, layer, q: right(
-        self, layer if layer.index != 4 else dataclasses.replace(layer, kv_owner=0), q))
+    layers = [la if la.index != 4 else dataclasses.replace(la, kv_owner=0) for la in engine.geometry.layers]
+    engine.runner.walk.geometry = dataclasses.replace(engine.geometry, layers=tuple(layers))
 
 
 def v_norm_dropped(engine, monkeypatch):
-    for layer in text(engine).layers:
-        if not layer.self_attn.is_kv_shared_layer:
-            layer.self_attn.v_norm.forward = lambda x: x
+    right = gemma4.rms_norm     # the one norm without a weight
+    monkeypatch.setattr(gemma4, "rms_norm", lambda x, weight, eps: x if weight is None else right(x, weight, eps))
 
 
 def ple_lookup_scale_dropped(engine, monkeypatch):
@@ -139,13 +138,22 @@ def ple_lookup_scale_dropped(engine, monkeypatch):
     table.embed_scale = torch.ones_like(table.embed_scale)
 
 
+def change_ple(engine: FlexEngine, change) -> None:
+    walk = engine.runner.walk
+    right = walk._begin
+
+    def begin(step):
+        begun = right(step)
+        return begun._replace(ple=tuple(change(begun.ple)))
+    walk._begin = begin
+
+
 def ple_combine_scale_dropped(engine, monkeypatch):
-    text(engine).per_layer_input_scale = 1.0
+    change_ple(engine, lambda ple: [rows * 2**0.5 for rows in ple])
 
 
 def ple_slices_shifted(engine, monkeypatch):
-    right = text(engine).get_per_layer_inputs
-    text(engine).get_per_layer_inputs = lambda ids, embeds: right(ids, embeds).roll(1, dims=2)
+    change_ple(engine, lambda ple: [ple[-1], *ple[:-1]])
 
 
 def softcap_dropped(engine, monkeypatch):
@@ -153,35 +161,32 @@ def softcap_dropped(engine, monkeypatch):
 
 
 def softcap_twice(engine, monkeypatch):
-    right = engine.runner.walk.model.lm_head.forward
-    engine.runner.walk.model.lm_head.forward = lambda x: 30 * torch.tanh(right(x) / 30)
+    right = engine.runner.walk._head
+    engine.runner.walk._head = lambda normed: 30 * torch.tanh(right(normed) / 30)
 
 
 def shared_k_rotated_again(engine, monkeypatch):
-    right, walk = gemma4.StepKV.attend, engine.runner.walk
+    right, walk = gemma4.PagedKV.attend, engine.runner.walk
 
-    def attend(self, layer, q):
-        group = self.kv.backends[layer.attention_type].group
-        keys = group.keys[layer.kv_owner]
+    def attend(self, layer, pools, step, q, gathered):
         if not layer.owns_kv:
-            rows = torch.arange(keys.shape[2])
+            group, gathered = self.backends[layer.attention_type].group, {}
+            rows = torch.arange(pools.keys.shape[2])
             positions = group.logical[rows // group.page_size] * group.page_size + rows % group.page_size
-            table = cos_sin(positions, walk.frequencies[layer.attention_type], keys.dtype)
-            group.keys[layer.kv_owner] = rotate(keys[0].transpose(0, 1), *table).transpose(0, 1)[None]
-        out = right(self, layer, q)
-        group.keys[layer.kv_owner] = keys
-        return out
-    monkeypatch.setattr(gemma4.StepKV, "attend", attend)
+            table = cos_sin(positions, walk.frequencies[layer.attention_type], pools.keys.dtype)
+            pools = pools._replace(keys=rotate(pools.keys[0].transpose(0, 1), *table).transpose(0, 1)[None])
+        return right(self, layer, pools, step, q, gathered)
+    monkeypatch.setattr(gemma4.PagedKV, "attend", attend)
 
 
 def shared_q_rotated_one_further(engine, monkeypatch):
-    right, walk = gemma4.StepKV.attend, engine.runner.walk
+    right, walk = gemma4.PagedKV.attend, engine.runner.walk
 
-    def attend(self, layer, q):
+    def attend(self, layer, pools, step, q, gathered):
         if not layer.owns_kv:
             q = rotate(q, *cos_sin(torch.ones(len(q)), walk.frequencies[layer.attention_type], q.dtype))
-        return right(self, layer, q)
-    monkeypatch.setattr(gemma4.StepKV, "attend", attend)
+        return right(self, layer, pools, step, q, gathered)
+    monkeypatch.setattr(gemma4.PagedKV, "attend", attend)
 
 
 def embedding_scale_dropped(engine, monkeypatch):
@@ -190,18 +195,16 @@ def embedding_scale_dropped(engine, monkeypatch):
 
 
 def gelu_exact(engine, monkeypatch):
-    for layer in text(engine).layers:
-        layer.mlp.act_fn = nn.GELU()
+    monkeypatch.setattr(gemma4, "gelu", nn.functional.gelu)
 
 
 def rows_of_a_batch_one_position_late(engine, monkeypatch):
-    right = Runner._fill
+    right = DecodeState.fill
 
-    def fill(self, sequences):
-        size = right(self, sequences)
-        self.inputs[1, 1: len(sequences)] -= 1
-        return size
-    monkeypatch.setattr(Runner, "_fill", fill)
+    def fill(self, sequences, size):
+        right(self, sequences, size)
+        self.rows.positions[1: len(sequences)] -= 1
+    monkeypatch.setattr(DecodeState, "fill", fill)
 
 
 FAULTS = [

@@ -15,7 +15,7 @@ from gemma4_flex.runner import Runner
 from gemma4_flex.verify.report import Verification, as_json, describe, verify_model, write
 from tests.tiny import tiny_model
 
-CONFIG = EngineConfig(device="cpu", attention="sdpa", page_size=4)
+CONFIG = EngineConfig(device="cpu", attention="sdpa", page_size=4, compile=False)
 
 
 def verified(config: EngineConfig = CONFIG) -> Verification:
