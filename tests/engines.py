@@ -23,8 +23,6 @@ def make_engine(model, *, tokenizer=None, **overrides) -> FlexEngine:
     """A `SMALL` engine; `overrides` are EngineConfig fields. Pages are shuffled: no test may lean on their order."""
     engine = FlexEngine(model, tokenizer or fake_tokenizer(), EngineConfig(**(SMALL | overrides)))
     shuffle_pages(engine, seed=1)
-    if engine.config.capture_cudagraph:      # tracing a shape takes a second: two lengths of view instead of six
-        engine.runner.column_buckets = engine.runner.column_buckets[-2:]
     return engine
 
 

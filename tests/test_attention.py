@@ -12,6 +12,7 @@ from tests.pools import Filled, decode_rows, filled_group, prefill_rows, random_
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 TOLERANCE = 1e-5
+BACKENDS = ["flex", "sdpa", "gathered sdpa"]
 WINDOWED, FULL = {"window": 4, "head_dim": 16, "n_pages": 17}, {"head_dim": 32, "n_pages": 41}
 # the engine tests' pools, so that flex kernels are compiled once for both
 ENGINE_SHAPE = {"page_size": 4, "num_slots": 5, "max_seq_length": SMALL["max_seq_length"]}
@@ -30,7 +31,8 @@ def uncompiled(monkeypatch):
 
 
 def attend(name: str, filled: Filled, rows, q):
-    backend = PagedBackend(name, filled.group, {"decode": None, "prefill": None})
+    backend = PagedBackend(name.removeprefix("gathered "), filled.group, {"decode": None, "prefill": None})
+    backend.on_cpu = not name.startswith("gathered")      # on a CPU, sdpa takes prefill rows one by one
     return backend.attend(q, filled.group.keys[0], filled.group.values[0], rows, backend.plan(rows), 0, {})
 
 
@@ -43,7 +45,7 @@ def error(name: str, filled: Filled, rows, heads: int = 4) -> float:
 # ---- the same number on every path --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape", [WINDOWED, FULL], ids=["sliding-16", "full-32"])
-@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_decode_and_prefill_are_attention_written_out(backend, shape):
     lengths = {3: 7, 1: 13, 4: 1, 2: 20} if "window" not in shape else {3: 7, 1: 13, 4: 1, 2: 12}
     filled = filled_group(lengths, **shape, **ENGINE_SHAPE)
@@ -57,7 +59,7 @@ def test_decode_and_prefill_are_attention_written_out(backend, shape):
 @pytest.mark.parametrize("shape", [{"head_dim": 16}, {"head_dim": 32}, {"head_dim": 16, "window": 5, "page_size": 2},
                                    {"head_dim": 32, "window": 9, "page_size": 8},
                                    {"head_dim": 16, "kv_heads": 2, "heads": 6, "window": 3}], ids=str)
-@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_head_size_window_and_group_is_attention_written_out(backend, shape, uncompiled):
     filled = filled_group({2: 19, 5: 3, 1: 9}, **shape)
     heads = shape.get("heads", 4)
@@ -66,15 +68,16 @@ def test_every_head_size_window_and_group_is_attention_written_out(backend, shap
 
 
 @pytest.mark.parametrize("head_dim", [16, 32])
-@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_scale_of_one_over_root_head_dim_is_caught(backend, head_dim, uncompiled, monkeypatch):
-    monkeypatch.setattr(attention, "SCALE", None)       # what leaving `scale=` out would do
+    monkeypatch.setattr(attention, "SCALE", head_dim**-0.5)       # what leaving `scale=` out would do
     filled = filled_group({2: 19}, head_dim=head_dim)
     assert error(backend, filled, decode_rows({2: 18})) > 100 * TOLERANCE
+    assert error(backend, filled, prefill_rows([(2, 12, 7)], width=8)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("page_size", [64, 128])
-@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_lengths_around_a_block_are_exact_also_in_a_pool_with_fewer_pages_than_a_table_has_columns(backend, page_size):
     lengths = {1: 1, 2: 127, 3: 128, 4: 129, 5: 130}
     filled = filled_group(lengths, head_dim=32, page_size=page_size, n_pages=12, max_seq_length=2048)
@@ -92,7 +95,7 @@ def test_bf16_keeps_scores_and_softmax_in_fp32():
 
 # ---- what must not matter -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_where_pages_lie_changes_no_bit(backend):
     results = []
     for page_seed in (1, 2, 3):
@@ -104,7 +107,7 @@ def test_where_pages_lie_changes_no_bit(backend):
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_which_slots_hold_the_sequences_changes_no_bit(backend):
     results = []
     for slots in ((1, 2, 3, 4), (3, 1, 4, 2)):
@@ -115,7 +118,7 @@ def test_which_slots_hold_the_sequences_changes_no_bit(backend):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rows_neighbours_change_no_bit(backend):
     filled = filled_group({1: 30, 2: 14, 3: 5, 4: 22}, **FULL, **ENGINE_SHAPE)
     q = random_queries(decode_rows({1: 29, 2: 13, 3: 4, 4: 21}), head_dim=32)
@@ -124,7 +127,7 @@ def test_a_rows_neighbours_change_no_bit(backend):
     assert torch.equal(together[0], beside_padding[0])
 
 
-@pytest.mark.parametrize("backend", ["flex", "sdpa"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_queries_past_a_rows_count_see_nothing_and_spoil_nothing(backend):
     """Rows are 32 wide and the window 4: most places of a short row have an empty window."""
     filled = filled_group({1: 6, 2: 13}, **WINDOWED, **ENGINE_SHAPE)

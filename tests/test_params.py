@@ -89,7 +89,8 @@ def test_resolving_leaves_nothing_open_and_changes_nothing_given(device_type, dt
     before = dataclasses.asdict(config)
     resolved = config.resolved(device_type)
     assert dataclasses.asdict(config) == before
-    assert not [f.name for f in dataclasses.fields(resolved) if getattr(resolved, f.name) in (None, "auto")]
+    still_open = [f.name for f in dataclasses.fields(resolved) if getattr(resolved, f.name) in (None, "auto")]
+    assert still_open == ["gpu_memory_utilization"]      # None: as many pages as max_batch_size and max_seq_length need
     assert (resolved.device, resolved.dtype, resolved.page_size) == (device_type, dtype, page_size)
     assert resolved.attention == {"cuda": "flex", "cpu": "sdpa"}[device_type]
     assert resolved.n_pages == 1 + 3 * 3

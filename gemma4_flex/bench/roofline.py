@@ -179,5 +179,5 @@ def _attention_flops(layer: LayerGeometry, first: int, end: int) -> int:
     """Of the queries at positions `first` up to, not including, `end`: scores, and values weighed by them."""
     def keys(queries: int) -> int:      # seen by the first so many, each of which sees itself and up to window - 1 before it
         near = queries if layer.window is None else min(queries, layer.window)
-        return near * (near + 1) // 2 + 0
+        return near * (near + 1) // 2 + (queries - near) * near
     return 4 * layer.num_heads * layer.head_dim * (keys(end) - keys(first))

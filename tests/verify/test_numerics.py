@@ -80,7 +80,7 @@ def nothing(engine, monkeypatch):
 
 
 def scale_one_over_root_d(engine, monkeypatch):
-    monkeypatch.setattr(attention, "SCALE", None)  # what leaving `scale=` out means to flex_attention and to SDPA
+    monkeypatch.setattr(attention, "SCALE", 16**-0.5)  # what leaving `scale=` out means where head_dim is 16
 
 
 def reweigh(engine: FlexEngine, change, layers: slice = slice(None)) -> None:
