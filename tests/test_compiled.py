@@ -14,11 +14,9 @@ from torch.utils._pytree import tree_flatten
 from gemma4_flex import runner as runner_module
 from gemma4_flex.compiled import CompilePlan, Regions, compile_obstacle
 from gemma4_flex.engine import FlexEngine
-from gemma4_flex.geometry import ModelGeometry
 from gemma4_flex.models.gemma4 import lay_side_by_side
-from gemma4_flex.params import EngineConfig
 from gemma4_flex.step_graph import CaptureError
-from gemma4_flex.verify.report import verify_model
+from gemma4_flex.verify.numerics import consult, judge, run_engine
 from tests.engines import assert_all_free, greedy, hf_generate, hf_logits, make_engine, pages_hash, some_prompts, tokens_of
 from tests.tiny import FULL, SLIDING, tiny_model
 
@@ -243,16 +241,6 @@ def test_compiled_with_a_sidecar_tokens_are_the_same(model):
     assert engine.stats.steps_replayed == 0
 
 
-def test_compiled_in_bf16_every_contract_of_the_numbers_is_kept():
-    """The error against float64 is at most 1.1 of Hugging Face's own; replayed, eight steps at once."""
-    model = tiny_model(SEED, torch.bfloat16, **LAYERS)
-    lay_side_by_side(model.model)
-    config = EngineConfig(device="cpu", dtype="bfloat16", page_size=4, capture_cudagraph=True)
-    done = verify_model(model, None, ModelGeometry.from_config(model.config), config, model_name="tiny", max_new_tokens=8)
-    assert (done.broken, done.notices, done.steps_eager) == ([], [], 0)
-    assert done.steps_replayed > 0
-
-
 # ---- the GPU's way of compiling -----------------------------------------------------------------------------------
 
 def test_a_region_a_kind_of_layer_with_fixed_sizes_is_compiled_once_a_kind(monkeypatch):
@@ -271,3 +259,16 @@ def test_a_region_a_kind_of_layer_with_fixed_sizes_is_compiled_once_a_kind(monke
     before = dict(regions._compiled)
     assert tokens_of(engine, PROMPTS, 12) == [hf_generate(model, prompt, 12) for prompt in PROMPTS]
     assert regions._compiled == before, "a size was compiled after warm-up"
+
+
+def test_compiled_in_bf16_every_contract_of_the_numbers_is_kept(monkeypatch):
+    """The error against float64 is at most 1.1 of Hugging Face's own."""
+    model = tiny_model(SEED, torch.bfloat16, **LAYERS)
+    lay_side_by_side(model.model)
+    monkeypatch.setitem(runner_module.PLANS, "cpu", STATIC)
+    engine = make_engine(model, capture_cudagraph=True, **ONE_SHAPE)
+    oracles = consult(model, engine.geometry, some_prompts(1, 5, 17, 30), 8)
+    verdict = judge(oracles, run_engine(engine, oracles), torch.bfloat16)
+    assert verdict.broken == []
+    assert 0 < verdict.stream_ratio < 1.1
+    assert engine.stats.steps_eager == 0

@@ -664,9 +664,10 @@ def test_a_request_that_turns_to_nan_ends_alone_and_its_pages_serve_the_next(sol
 
 @pytest.mark.parametrize("at", [0, 3, 30])
 def test_a_prompt_that_gives_nan_in_any_chunk_spoils_no_later_user_of_its_pages(solo, at):
-    """Chunks are 16 tokens: the NaN of the first lies in sliding pages that are recycled before any logits are made."""
-    engine = poisoned_engine()
-    sick = without(some_prompts(40, seed=13))[0]
+    """Chunks are 16 tokens: the NaN of the first lies in sliding pages that are recycled before any logits are made, and the
+    first prompt's next page is one of them."""
+    engine = poisoned_engine(n_pages=64)
+    sick = without(some_prompts(100, seed=13))[0]
     sick[at] = POISONED
     healthy = without(some_prompts(6, 21, 33, seed=14))
     done = engine.generate([healthy[0], sick, *healthy[1:]], greedy(16))
@@ -677,14 +678,14 @@ def test_a_prompt_that_gives_nan_in_any_chunk_spoils_no_later_user_of_its_pages(
 
 
 def test_without_the_check_of_chunks_neighbours_would_break(solo, monkeypatch):
-    engine = poisoned_engine()
+    engine = poisoned_engine(n_pages=64)
     honest = engine.runner._walk_prefill
 
     def blind(*args):
         logits, finite = honest(*args)
         return logits, torch.ones_like(finite)
     monkeypatch.setattr(engine.runner, "_walk_prefill", blind)
-    sick = without(some_prompts(40, seed=13))[0]
+    sick = without(some_prompts(100, seed=13))[0]
     sick[0] = POISONED
     healthy = without(some_prompts(6, 21, 33, seed=14))
     done = engine.generate([healthy[0], sick, *healthy[1:]], greedy(16))

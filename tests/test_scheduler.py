@@ -326,6 +326,18 @@ def test_pages_of_all_steps_are_held_before_the_first_and_none_for_the_token_tha
     rig.check_end()
 
 
+def test_one_that_ends_before_the_others_holds_no_page_beyond_its_end():
+    """The first can have two tokens more, up to max_seq_length; the second wants all eight steps."""
+    rig = Rig(decode_steps=8, max_seq_length=16)
+    first, second = decoding(rig, 13, 1)
+    plan = rig.scheduler.plan()
+    assert (plan.steps, plan.decode) == (8, (first, second))
+    assert [len(rig.tables[FULL].held(s.slot)) for s in (first, second)] == [4, 3]
+    rig.run()
+    rig.check_end()
+    assert (first.num_tokens, second.num_tokens) == (16, 16)
+
+
 def test_no_steps_are_planned_ahead_where_a_prompt_is_prefilled_beside():
     rig = Rig(decode_steps=8, budget=4)
     decoding(rig, 3)

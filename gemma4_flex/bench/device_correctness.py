@@ -14,9 +14,11 @@ from gemma4_flex.engine import FlexEngine
 from gemma4_flex.lora.adapters import ALL_LINEAR, Adapter, random_adapter
 from gemma4_flex.lora.double_copy import DoubleCopy
 from gemma4_flex.lora.drift import verify_no_drift
+from gemma4_flex.memory import LiveBytes
 from gemma4_flex.params import DEFAULT_PAGE_SIZE, SamplingParams
 from gemma4_flex.verify.numerics import consult, judge, make_prompts, run_engine
 
+REPLAYS = 4      # of each captured step
 SMALL_E2B = f"synthetic:{CONFIGS / 'e2b-small.json'}"
 
 
@@ -111,6 +113,27 @@ def replay_after_refresh(bench: Bench) -> str:
     if left := _not_replayed(engine):
         raise CheckFailed(left[0])
     return f"bit for bit a fresh engine's, the adapter moving logits by up to {gaps['base']:.3g}"
+
+
+def replay_allocates_nothing(bench: Bench) -> str:
+    """Replays take no memory: on CUDA nothing is allocated, since a graph has its own; on a CPU nothing is left afterwards."""
+    loaded = bench.load(bench.scale.proof_model, "float32")
+    engine = _engine(bench, loaded.model, dtype="float32")
+    _tokens(bench, engine, _over_pages(bench, loaded))
+    if left := _not_replayed(engine):
+        raise CheckFailed(left[0])
+    runner, on_gpu = engine.runner, bench.settings.device == "cuda"
+    before = torch.cuda.memory_stats()["allocation.all.allocated"] if on_gpu else 0
+    with LiveBytes(list(runner.static_tensors().values())) as counter:
+        for graph in runner.graphs.values():
+            for _ in range(REPLAYS):
+                graph.replay()
+    kept = torch.cuda.memory_stats()["allocation.all.allocated"] - before if on_gpu else counter.now
+    count = REPLAYS * len(runner.graphs)
+    bench.row(replays=count, allocations=kept if on_gpu else None, bytes_left=None if on_gpu else kept)
+    if kept:
+        raise CheckFailed(f"{count} replays {f'made {kept} allocations' if on_gpu else f'left {kept:,} B'}")
+    return f"{count} replays {'made no allocation' if on_gpu else 'left nothing behind'}"
 
 
 def drift(bench: Bench) -> str:

@@ -35,6 +35,7 @@ PARTS = (
     Part("paged equals sidecar", 20, device_correctness.paged_equals_sidecar),
     Part("page placement", 12, device_correctness.page_placement),
     Part("replay after refresh", 12, device_correctness.replay_after_refresh),
+    Part("replay allocates nothing", 8, device_correctness.replay_allocates_nothing),
     Part("drift", 15, device_correctness.drift),
     Part("bandwidth", 5, device_speed.bandwidth),
     Part("capture", 70, device_speed.capture),

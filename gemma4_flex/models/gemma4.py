@@ -30,7 +30,8 @@ from gemma4_flex.models.matmul import Matmuls, keep, linear, matmuls_for
 from gemma4_flex.rotary import cos_sin, inverse_frequencies, rotate
 from gemma4_flex.shared_kv import Sidecar
 
-Projection = Tensor | tuple[nn.Module, ...]      # a weight, of one linear or of several side by side; or modules to call
+# a weight, of one linear or of several side by side; or several that lie apart, a module to call where it is no plain matrix
+Projection = Tensor | tuple[Tensor | nn.Module, ...]
 
 
 class StepInputs(NamedTuple):
@@ -98,11 +99,9 @@ def _is_plain(module: nn.Module) -> bool:
 
 def projection(*modules: nn.Module) -> Projection:
     """The linears `modules`, which read one input, as one."""
-    if all(_is_plain(m) for m in modules):
-        weight = side_by_side([m.weight for m in modules])
-        if weight is not None:
-            return weight
-    return modules
+    if all(_is_plain(m) for m in modules) and (weight := side_by_side([m.weight for m in modules])) is not None:
+        return weight
+    return tuple(m.weight.detach() if _is_plain(m) else m for m in modules)
 
 
 class LayerWeights(NamedTuple):
@@ -150,7 +149,7 @@ def project(x: Tensor, weights: Projection, form: str = "library") -> Tensor:
     """[T, in] through one linear, or several that read it, their outputs joined: [T, sum of out]."""
     if isinstance(weights, Tensor):
         return linear(x, weights, form)
-    outputs = [module(x) for module in weights]
+    outputs = [linear(x, weight, form) if isinstance(weight, Tensor) else weight(x) for weight in weights]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
 
@@ -160,8 +159,9 @@ def gelu(x: Tensor) -> Tensor:
 
 def gated(x: Tensor, gate_up: Projection, form: str) -> Tensor:
     """gelu(gate x) * up x, [T, MLP width]."""
-    if isinstance(gate_up, Tensor) and form in ("sum", "native"):
-        gate, up = gate_up.chunk(2)
+    parts = gate_up.chunk(2) if isinstance(gate_up, Tensor) else gate_up
+    if form in ("sum", "native") and all(isinstance(part, Tensor) for part in parts):
+        gate, up = parts
         return keep(gelu(linear(keep(x), gate, form)) * linear(x, up, form))
     gate, up = project(x, gate_up, form).chunk(2, dim=-1)
     return gelu(gate) * up

@@ -210,7 +210,7 @@ class FakeGraph(StepGraph):
     stale = None
 
     @classmethod
-    def capture(cls, fn, static, *, pool=None):
+    def capture(cls, fn, static, *, pool=None, regions=None):
         first, calls = fn(), [0]
 
         def replay():

@@ -153,6 +153,22 @@ def test_the_engine_sees_a_refresh_and_equals_a_fresh_engine_and_peft_unmerged(c
     assert tokens(engine) == plain
 
 
+def test_the_merged_weights_lie_side_by_side_and_the_base_stays_where_it_was():
+    model = tiny_model()
+    places = {name: p.data_ptr() for name, p in model.named_parameters()}
+    double = DoubleCopy(model)
+    engine = FlexEngine(double.inference, fake_tokenizer(), CONFIG)
+    assert {type(w) for weights in engine.runner.walk.layers for w in (weights.qkv, weights.gate_up)} == {torch.Tensor}
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == places
+    partly = DoubleCopy(model, ["q_proj", "up_proj"])      # the others of their groups are the base's
+    walk = FlexEngine(partly.inference, fake_tokenizer(), CONFIG).runner.walk
+    assert {type(weights.gate_up) for weights in walk.layers} == {tuple}
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == places
+    partly.refresh(adapter(targets=["q_proj", "up_proj"]))
+    assert tokens(FlexEngine(partly.inference, fake_tokenizer(), CONFIG)) == tokens(
+        FlexEngine(unmerged_view(model, adapter(targets=["q_proj", "up_proj"])), fake_tokenizer(), CONFIG))
+
+
 def test_the_engine_runs_an_unmerged_adapter_to_the_same_tokens():
     model, lora = tiny_model(), adapter()
     double = DoubleCopy(model)
@@ -174,11 +190,12 @@ def run_to_end(engine, ids):
     return [engine.completion(i) for i in ids]
 
 
-def test_drain_ends_started_requests_on_the_old_weights_and_starts_waiting_ones_on_the_new():
-    double, engine = attached(max_batch_size=2)
+@pytest.mark.parametrize(("at_once", "steps"), [(1, 4), (8, 2)])
+def test_drain_ends_started_requests_on_the_old_weights_and_starts_waiting_ones_on_the_new(at_once, steps):
+    double, engine = attached(max_batch_size=2, decode_steps_per_sync=at_once)
     old = tokens(engine)
     ids = [engine.submit(p, GREEDY) for p in PROMPTS]       # the third has to wait for a slot
-    for _ in range(4):
+    for _ in range(steps):
         engine.step()
     double.refresh(adapter())
     done = run_to_end(engine, ids)
@@ -187,11 +204,12 @@ def test_drain_ends_started_requests_on_the_old_weights_and_starts_waiting_ones_
     assert [(c.epoch_started, c.epoch_ended) for c in done] == [(0, 0), (0, 0), (1, 1)]
 
 
-def test_recompute_goes_on_with_the_new_weights_and_fresh_keys():
-    double, engine = attached()
+@pytest.mark.parametrize(("at_once", "steps"), [(1, 4), (8, 2)])
+def test_recompute_goes_on_with_the_new_weights_and_fresh_keys(at_once, steps):
+    double, engine = attached(decode_steps_per_sync=at_once)
     lora = adapter()
     ids = [engine.submit(p, GREEDY) for p in PROMPTS]
-    for _ in range(4):
+    for _ in range(steps):
         engine.step()
     kept = [list(engine._requests[i].sequence.output_ids) for i in ids]
     double.refresh(lora, policy="recompute")

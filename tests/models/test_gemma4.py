@@ -10,7 +10,7 @@ from gemma4_flex.checkpoints.published import published_geometry
 from gemma4_flex.engine import FlexEngine
 from gemma4_flex.geometry import ModelGeometry
 from gemma4_flex.models import gemma4
-from gemma4_flex.models.gemma4 import view_of
+from gemma4_flex.models.gemma4 import lay_side_by_side, layer_weights, projection, projection_groups, side_by_side, view_of
 from tests.engines import hf_logits, make_engine, pages_hash, some_prompts, tokens_of
 from tests.tiny import VOCAB, tiny_config, tiny_model
 
@@ -198,6 +198,88 @@ def test_a_prompt_of_three_windows_is_the_same_in_chunks_of_any_length(model, ch
     """W - 1, W and W + 1 among them; a chunk of 1 is token by token."""
     prompt = some_prompts(12, seed=2)[0]
     assert worst(make_engine(model, max_prefill_tokens=chunk), model, prompt) < TOLERANCE
+
+
+# ---- weights side by side -----------------------------------------------------------------------------------------
+
+def test_weights_laid_side_by_side_are_the_same_parameters_and_one_matrix_a_group():
+    model, original = tiny_model(SEED), dict(tiny_model(SEED).named_parameters())
+    before = dict(model.named_parameters())
+    held = make_engine(model).memory_report()["weights"]
+    lay_side_by_side(model.model)
+    assert all(p is before[name] and torch.equal(p, original[name]) for name, p in model.named_parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for layer, weights in zip(model.model.layers, map(layer_weights, model.model.layers)):
+        parts = [p.weight for p in (layer.self_attn.q_proj, *([] if weights.k_norm is None else
+                                                              [layer.self_attn.k_proj, layer.self_attn.v_proj]))]
+        assert torch.equal(weights.qkv, torch.cat(parts))
+        assert torch.equal(weights.gate_up, torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]))
+        assert weights.qkv.data_ptr() == parts[0].data_ptr()
+    assert make_engine(model).memory_report()["weights"] == held
+    places = {name: p.data_ptr() for name, p in model.named_parameters()}
+    lay_side_by_side(model.model)
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == places, "a second time moves nothing"
+
+
+def test_the_walk_reads_one_matrix_where_they_lie_so_and_the_modules_where_not_to_the_same_logits(model):
+    together = tiny_model(SEED)
+    lay_side_by_side(together.model)
+    apart, joined = make_engine(model), make_engine(together)
+    assert {type(weights.gate_up) for weights in apart.runner.walk.layers} == {tuple}
+    assert {type(weights.gate_up) for weights in joined.runner.walk.layers} == {torch.Tensor}
+    logits = [engine.trace(PROMPT, FORCED).logits for engine in (apart, joined)]
+    assert torch.allclose(*logits, atol=1e-5)
+    assert worst(joined, together) < TOLERANCE
+
+
+def test_a_write_in_place_to_one_of_them_reaches_the_matrix():
+    model = tiny_model(SEED)
+    lay_side_by_side(model.model)
+    engine = make_engine(model, capture_cudagraph=True)
+    first = engine.trace(PROMPT, FORCED).logits
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight.mul_(-1)
+        model.model.layers[4].mlp.up_proj.weight.mul_(0.5)
+    assert (engine.trace(PROMPT, FORCED).logits - first).abs().max() > 0.01
+    assert worst(engine, model) < TOLERANCE
+
+
+def test_only_weights_that_may_be_moved_are_moved_and_a_group_whole_or_not_at_all():
+    model = tiny_model(SEED)
+    layers = model.model.layers
+    movable = {layers[0].self_attn.q_proj.weight, layers[0].self_attn.k_proj.weight, layers[0].self_attn.v_proj.weight,
+               layers[1].mlp.gate_proj.weight}
+    places = {name: p.data_ptr() for name, p in model.named_parameters()}
+    lay_side_by_side(model.model, movable)
+    moved = {name for name, p in model.named_parameters() if p.data_ptr() != places[name]}
+    assert moved == {f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"}
+
+
+def test_what_is_no_plain_matrix_is_called_as_the_module_it_is():
+    plain, bias = torch.nn.Linear(4, 3, bias=False), torch.nn.Linear(4, 3)
+
+    class Adapted(torch.nn.Linear):
+        pass
+    adapted = Adapted(4, 3, bias=False)
+    assert isinstance(projection(plain), torch.Tensor)
+    for module in (bias, adapted):
+        assert projection(module) == (module,)
+        assert projection(plain, module) == (plain, module)
+
+
+def test_matrices_are_side_by_side_only_in_order_without_a_gap_and_of_one_storage():
+    whole = torch.arange(60.0).view(10, 6)
+    assert torch.equal(side_by_side([whole[1:4], whole[4:9]]), whole[1:9])
+    for apart in ([whole[4:9], whole[1:4]], [whole[1:4], whole[5:9]], [whole[1:4], whole[4:9].clone()],
+                  [whole[:, :3], whole[:, 3:]], [whole.view(20, 3)[:4], whole[2:]]):
+        assert side_by_side(apart) is None
+
+
+def test_projection_groups_are_the_linears_that_read_one_input(model):
+    names = {module: name for name, module in model.model.named_modules()}
+    found = [[names[m].split(".", 2)[2] for m in group] for group in projection_groups(model.model)]
+    attention, mlp = [f"self_attn.{n}_proj" for n in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+    assert found == [attention, mlp] * 4 + [attention[:1], mlp] * 2
 
 
 # ---- the caller's model -------------------------------------------------------------------------------------------
