@@ -244,8 +244,7 @@ def test_compiled_with_a_sidecar_tokens_are_the_same(model):
 # ---- the GPU's way of compiling -----------------------------------------------------------------------------------
 
 def test_a_region_a_kind_of_layer_with_fixed_sizes_is_compiled_once_a_kind(monkeypatch):
-    model = tiny_model(SEED)      # six layers of four kinds
-    lay_side_by_side(model.model)
+    model = tiny_model(SEED)      # six layers of four kinds, as a trainer has them: not laid side by side
     monkeypatch.setitem(runner_module.PLANS, "cpu", STATIC)
     engine = make_engine(model, capture_cudagraph=True, **ONE_SHAPE)
     regions = engine.runner.regions

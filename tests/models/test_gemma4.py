@@ -221,7 +221,7 @@ def test_weights_laid_side_by_side_are_the_same_parameters_and_one_matrix_a_grou
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == places, "a second time moves nothing"
 
 
-def test_the_walk_reads_one_matrix_where_they_lie_so_and_the_modules_where_not_to_the_same_logits(model):
+def test_the_walk_reads_one_matrix_where_they_lie_so_and_one_after_the_other_where_not_to_the_same_logits(model):
     together = tiny_model(SEED)
     lay_side_by_side(together.model)
     apart, joined = make_engine(model), make_engine(together)
@@ -264,7 +264,10 @@ def test_what_is_no_plain_matrix_is_called_as_the_module_it_is():
     assert isinstance(projection(plain), torch.Tensor)
     for module in (bias, adapted):
         assert projection(module) == (module,)
-        assert projection(plain, module) == (plain, module)
+        beside, called = projection(plain, module)
+        assert called is module
+        assert beside.data_ptr() == plain.weight.data_ptr()
+    assert [type(part) for part in projection(plain, torch.nn.Linear(4, 5, bias=False))] == [torch.Tensor] * 2
 
 
 def test_matrices_are_side_by_side_only_in_order_without_a_gap_and_of_one_storage():
