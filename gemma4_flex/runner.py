@@ -77,7 +77,7 @@ class Runner:
         traced = config.capture_cudagraph and self.regions.plan is None and self.device.type == "cpu"
         self.column_buckets = buckets_up_to(pages, 2) if copies and not traced else [pages]
         self.columns = torch.arange(pages, device=self.device)
-        self.state = DecodeState(config.max_batch_size, config.decode_steps_per_sync, self.device)
+        self.state = DecodeState(max(2, config.max_batch_size), config.decode_steps_per_sync, self.device)
         self.graphs: dict[tuple[int, int], StepGraph] = {}      # by batch and column bucket
         self.warm_up_s = self.capture_s = 0.0
         self.steps_replayed = self.steps_eager = 0
@@ -142,6 +142,8 @@ class Runner:
         flex = any(b.name == "flex" for b in self.backends.values())
         for sizes in self._prefill_shapes(flex):
             self._walk_prefill([], sizes)
+        if self.regions.plan is not None and self.regions.plan.symbolic and self.buckets == [1]:
+            self._decode_step(2, self.column_buckets[-1])      # so here: one row alone would not get the library's matmuls
         if self.regions.plan is not None or flex:
             for size, columns in reversed(self._shapes()):
                 self._decode_step(size, columns)
@@ -156,7 +158,7 @@ class Runner:
             return [Sizes(tokens, self._most_rows(tokens), batch) for tokens in self.token_buckets]
         if flex:      # wanted tokens take the kernels of decode
             return [Sizes(2, rows, 0 if plan is None else _bucket(self.buckets, min(2, batch))) for rows in self.row_buckets]
-        return [] if plan is None else [Sizes(2 * self.width, 2, min(2, batch))]      # a size of 1 would be taken for a constant
+        return [] if plan is None else [Sizes(2 * self.width, 2, 2)]      # a size of 1 would be taken for a constant
 
     def _shapes(self) -> list[tuple[int, int]]:
         """Batch and column buckets of decode steps."""
