@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from gemma4_flex.compiled import RECOMPILE_LIMIT
+from gemma4_flex.compiled import RECOMPILE_LIMIT, missing_compiler
 from gemma4_flex.kernel_options import decode_layout
 from gemma4_flex.kv_cache import KVGroup
 from gemma4_flex.masks import PageMask, Rows, columns_in_view, page_mask, page_span, visible
@@ -34,15 +34,8 @@ def row_width(device_type: str, name: str) -> int:
 
 def flex_obstacle(device_type: str) -> str | None:
     """Why compiled flex_attention cannot run on this machine, or None. Uncompiled it would score the whole pool."""
-    if device_type == "cuda":
-        return None
-    try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        get_cpp_compiler()
-    except Exception as error:
-        return (f"no C++ compiler ({type(error).__name__}): attention runs on uncompiled sdpa; "
-                "install g++ (Debian: apt-get install g++) for more speed")
-    return None
+    missing = missing_compiler(device_type)
+    return missing and f"{missing}: attention runs on uncompiled sdpa; install g++ (Debian: apt-get install g++) for more speed"
 
 
 def _flex(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor | None,

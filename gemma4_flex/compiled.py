@@ -25,14 +25,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 RECOMPILE_LIMIT = 512     # of Dynamo: one kernel a static shape, buckets x layer types, far below this
-# `layer`: a region a kind of layer. `step`: all layers and the head are one region.
-SCOPES = ("layer", "step")
 
 
 @dataclass(frozen=True)
 class CompilePlan:
-    """How a device's steps are compiled. options: of torch._inductor.config. symbolic: sizes are symbols, and one compile
-    serves every batch and context; otherwise each size is compiled of its own."""
+    """How a device's steps are compiled. scope: "layer", a region a kind of layer, or "step", all layers and the head in one.
+    options: of torch._inductor.config. symbolic: sizes are symbols, and one compile serves every batch and context; otherwise
+    each size is compiled of its own."""
     scope: str
     symbolic: bool
     options: Mapping[str, object] = field(default_factory=dict)
@@ -47,17 +46,22 @@ PLANS = {
 }
 
 
-def compile_obstacle(device_type: str) -> str | None:
-    """Why nothing can be compiled on this machine, or None."""
+def missing_compiler(device_type: str) -> str | None:
+    """What stands in the way of compiling for a device on this machine, in a few words, or None."""
     if device_type == "cuda":
         return None
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
         get_cpp_compiler()
     except Exception as error:
-        return (f"no C++ compiler ({type(error).__name__}): steps run uncompiled; "
-                "install g++ (Debian: apt-get install g++) for more speed")
+        return f"no C++ compiler ({type(error).__name__})"
     return None
+
+
+def compile_obstacle(device_type: str) -> str | None:
+    """Why nothing can be compiled on this machine, and what to do, or None."""
+    missing = missing_compiler(device_type)
+    return missing and f"{missing}: steps run uncompiled; install g++ (Debian: apt-get install g++) for more speed"
 
 
 class _Place(NamedTuple):

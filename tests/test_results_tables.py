@@ -95,8 +95,8 @@ def test_what_was_rewritten_agrees_and_stays_as_it_is(copy):
 
 @pytest.mark.parametrize("name, pattern, edit", [
     ("lora", "bench_lora_tiny.json", lambda r: r["merged_over"]["unmerged"].update(median=1.99)),
-    ("verify", "verify_tiny_float32*.json", lambda r: r["levels"][-1].update(engine_mean=9.9e-6)),
-    ("verify", "verify_tiny_bfloat16*.json", lambda r: r["contracts"][0].update(passed=False)),
+    ("verify", "verify_tiny_float32_flex*.json", lambda r: r["levels"][-1].update(engine_mean=9.9e-6)),
+    ("verify", "verify_tiny_bfloat16_flex*.json", lambda r: r["contracts"][0].update(passed=False)),
     ("synthetic", "synthetic_e2b_cpu.json", lambda r: r["spread"]["decode_tps"].update(median=99.0)),
     ("kernels", "kernel_report.json", lambda r: r["defaults"][0].update(spill_bytes=12345)),
     ("speed", "compare_x.json", lambda r: r["jobs"][0]["engines"][1]["flex_over"].update(median=7.5)),

@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-from gemma4_flex import sizing
 from gemma4_flex.bench import stats_file, workload
 from gemma4_flex.geometry import UnsupportedModelError
 from gemma4_flex.kernel_options import parse_options
@@ -24,7 +23,6 @@ BENCHMARK = "gemma4_flex_inference"
 HUB_MODEL = "unsloth/gemma-4-E2B-it"
 RUNS = Path(__file__).resolve().parent.parent.parent / "results" / "runs"
 SHOWN = 8          # completions that are printed
-LENGTHS = (512, 4_096, 32_768)      # of sequences, for which the run says how many fit
 DRIFT_PROMPTS = 4  # prompts whose logits drift verification compares
 DEFAULTS, SAMPLING = EngineConfig(), SamplingParams()
 
@@ -202,7 +200,6 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
     engine, lora, packed = load(args, config, name)
     if engine.sizing:
         print(f"K/V pools: {engine.sizing}")
-    print(f"fits at once: {fitting(engine)}")
     told = list(engine.notices)
     for notice in told:
         print(f"note: {notice}")
@@ -241,13 +238,6 @@ def run(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, 
         print(f"\n{drift_table(drift)}")
         result["drift"] = drift_result(drift)
     return result
-
-
-def fitting(engine) -> str:
-    """The largest batch of some lengths that the pools hold."""
-    longest = engine.config.max_seq_length
-    held = sizing.fits(engine.geometry, engine.config, sorted({longest, *(n for n in LENGTHS if n < longest)}))
-    return ", ".join(f"{batch} x {length:,} tokens" for length, batch in held.items())
 
 
 def is_for_the_user(error: ValueError) -> bool:
