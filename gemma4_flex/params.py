@@ -6,7 +6,8 @@ Both are frozen and checked when they are made, and every default of the project
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from gemma4_flex.kernel_options import check_options
@@ -26,6 +27,19 @@ def _require_int(name: str, value: object, *, minimum: int) -> None:
         raise InvalidParameterError(f"{name}={value!r} cannot be used: give a whole number of at least {minimum}.")
 
 
+def _require_number(name: str, value: object, fits: Callable[[float], bool], says: str, *, optional: bool = True) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not fits(value):
+        raise InvalidParameterError(f"{name}={value!r} cannot be used: give {says}.")
+
+
+def _require_seed(seed: object) -> None:
+    _require_int("seed", seed, minimum=0)
+    if seed >= 1 << 63:
+        raise InvalidParameterError(f"seed={seed} cannot be used: give one below 2^63.")
+
+
 def _require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise InvalidParameterError(f"{name}={value!r} cannot be used: give True or False.")
@@ -42,7 +56,15 @@ class SamplingParams:
     """How one request's tokens are chosen and when it ends.
 
     max_new_tokens: most tokens to generate, the stop token included.
-    temperature: 0.0, greedy; anything else is refused until sampling exists.
+    n: samples of the prompt, which differ and repeat as a set.
+    temperature, top_k, top_p, min_p, repetition_penalty: as transformers' processors have them; temperature 0.0 is greedy,
+        top_k 0 and top_p 1.0 keep everything. None: what the checkpoint's generation config says, else off.
+    presence_penalty, frequency_penalty: taken from the logits of generated tokens, once and by their count.
+    logit_bias: a mapping, what is added to the logits of these ids; kept as sorted pairs.
+    allowed_token_ids: the only ids that may be drawn, None for all. banned_token_ids: those that may not.
+    seed: decides the draws, below 2^63. None: the engine's seed and the request's number decide.
+    logprobs: None, or how many alternatives to give beside each generated token's log-probabilities (0: none).
+    prompt_logprobs: the same of the prompt's tokens.
     ignore_eos: the model's own stop ids do not end the request; `stop_token_ids` still do.
     min_new_tokens: no stop id may be drawn before this many tokens are generated.
     stop: texts that end the request where they first appear (a single str is taken as one of them).
@@ -52,7 +74,20 @@ class SamplingParams:
     """
 
     max_new_tokens: int = 128
-    temperature: float = 0.0
+    n: int = 1
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -60,13 +95,20 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _require_int("max_new_tokens", self.max_new_tokens, minimum=1)
+        _require_int("n", self.n, minimum=1)
         _require_int("min_new_tokens", self.min_new_tokens, minimum=0)
         _require_bool("ignore_eos", self.ignore_eos)
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)) or self.temperature:
-            raise InvalidParameterError(
-                f"temperature={self.temperature!r} cannot be used: sampling comes later, this version is greedy; "
-                "leave temperature at 0."
-            )
+        _require_number("temperature", self.temperature, lambda x: x >= 0, "0.0 (greedy) or more")
+        _require_number("top_p", self.top_p, lambda x: 0 < x <= 1, "a share above 0.0 and up to 1.0")
+        _require_number("min_p", self.min_p, lambda x: 0 <= x <= 1, "a share from 0.0 to 1.0")
+        _require_number("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "a factor above 0.0, 1.0 for none")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require_number(name, getattr(self, name), lambda x: True, "a finite number", optional=False)
+        for name in ("top_k", "logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _require_int(name, getattr(self, name), minimum=0)
+        if self.seed is not None:
+            _require_seed(self.seed)
         if self.min_new_tokens > self.max_new_tokens:
             raise InvalidParameterError(
                 f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}: "
@@ -74,7 +116,25 @@ class SamplingParams:
             )
         # A frozen dataclass is written once, here, so that lists given by a caller cannot change under the engine.
         object.__setattr__(self, "stop", self._checked_stop())
-        object.__setattr__(self, "stop_token_ids", self._checked_stop_token_ids())
+        for name in ("stop_token_ids", "banned_token_ids", "allowed_token_ids"):
+            object.__setattr__(self, name, self._checked_ids(name))
+        object.__setattr__(self, "logit_bias", self._checked_bias())
+        if self.allowed_token_ids is not None and not set(self.allowed_token_ids) - set(self.banned_token_ids):
+            raise InvalidParameterError(
+                "allowed_token_ids and banned_token_ids leave no id that could be drawn: take one out of the bans.")
+
+    def with_defaults(self, generation: Mapping[str, object]) -> SamplingParams:
+        """These parameters with every None that a checkpoint's generation config answers filled in; what it does not say is
+        off, and one that does not say do_sample is greedy. Raises InvalidParameterError for a value of it that cannot be used."""
+        off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        found = {name: default if generation.get(name) is None else generation[name] for name, default in off.items()}
+        if not generation.get("do_sample"):
+            found["temperature"] = 0.0
+        missing = {name: value for name, value in found.items() if getattr(self, name) is None}
+        try:
+            return dataclasses.replace(self, **missing)
+        except InvalidParameterError as error:
+            raise InvalidParameterError(f"the checkpoint's generation config: {error} Give your own.") from None
 
     def _checked_stop(self) -> tuple[str, ...]:
         texts = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -85,15 +145,27 @@ class SamplingParams:
             raise InvalidParameterError(f"stop={self.stop!r} cannot be used: every stop must be a non-empty text.")
         return texts
 
-    def _checked_stop_token_ids(self) -> tuple[int, ...]:
-        if not isinstance(self.stop_token_ids, Iterable) or isinstance(self.stop_token_ids, str):
-            raise InvalidParameterError(
-                f"stop_token_ids={self.stop_token_ids!r} cannot be used: give a list of token ids."
-            )
-        ids = tuple(self.stop_token_ids)
+    def _checked_ids(self, name: str) -> tuple[int, ...] | None:
+        given = getattr(self, name)
+        if given is None and name == "allowed_token_ids":
+            return None
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise InvalidParameterError(f"{name}={given!r} cannot be used: give a list of token ids.")
+        ids = tuple(given)
         for token in ids:
-            _require_int("a stop_token_ids entry", token, minimum=0)
+            _require_int(f"a {name} entry", token, minimum=0)
         return ids
+
+    def _checked_bias(self) -> tuple[tuple[int, float], ...]:
+        try:
+            biases = dict(self.logit_bias)
+        except (TypeError, ValueError):
+            raise InvalidParameterError(
+                f"logit_bias={self.logit_bias!r} cannot be used: give a mapping of token ids to numbers.") from None
+        for token, bias in biases.items():
+            _require_int("a logit_bias id", token, minimum=0)
+            _require_number(f"logit_bias[{token}]", bias, lambda x: True, "a finite number, or ban the id", optional=False)
+        return tuple(sorted(biases.items()))
 
 
 @dataclass(frozen=True)
@@ -109,6 +181,9 @@ class EngineConfig:
     compile: compile steps with Inductor.
     decode_steps_per_sync: most decode steps that run before the host looks at what they drew; what is drawn is the same.
     mixed_prefill: compute waiting prompts and the running sequences' next tokens in one pass where both are due.
+    prefix_cache: keep the pages of computed prompts, as long as nobody needs them, for prompts that begin alike.
+    deterministic: compute every token by one captured shape, so that a request's tokens and log-probabilities are bitwise the
+        same alone and in any batch; prompts take as long as if they were generated, max_batch_size tokens a step.
     max_batch_size: most sequences running at once.
     max_seq_length: most tokens of a sequence, prompt and output together.
     n_pages: pages of the full-attention group, the reserved page 0 included; None: what a full batch of the longest sequences
@@ -131,6 +206,8 @@ class EngineConfig:
     compile: bool = True
     decode_steps_per_sync: int = 8
     mixed_prefill: bool = False
+    prefix_cache: bool = False
+    deterministic: bool = False
     max_batch_size: int = 8
     max_seq_length: int = 2048
     n_pages: int | None = None
@@ -151,16 +228,14 @@ class EngineConfig:
         _require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _require_choice("attention", self.attention, ("auto", "flex", "sdpa"))
         _require_choice("shared_kv", self.shared_kv, ("paged", "sidecar"))
-        for name in ("capture_cudagraph", "compile", "mixed_prefill"):
+        for name in ("capture_cudagraph", "compile", "mixed_prefill", "prefix_cache", "deterministic"):
             _require_bool(name, getattr(self, name))
         _require_int("decode_steps_per_sync", self.decode_steps_per_sync, minimum=1)
         _require_int("max_batch_size", self.max_batch_size, minimum=1)
         # One prompt token and one new one: anything shorter could not run a single request.
         _require_int("max_seq_length", self.max_seq_length, minimum=2)
         _require_int("max_prefill_tokens", self.max_prefill_tokens, minimum=1)
-        _require_int("seed", self.seed, minimum=0)
-        if self.seed >= 1 << 63:
-            raise InvalidParameterError(f"seed={self.seed} cannot be used: give one below 2^63.")
+        _require_seed(self.seed)
         if self.n_pages is not None:
             # Page 0 is reserved, so a pool of one page holds nothing.
             _require_int("n_pages", self.n_pages, minimum=2)

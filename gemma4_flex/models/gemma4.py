@@ -13,7 +13,7 @@ are wanted, V: vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence as Seq
+from collections.abc import Collection, Sequence as Seq
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from gemma4_flex.attention import PagedBackend
 from gemma4_flex.compiled import Regions
-from gemma4_flex.decode_state import RowState
 from gemma4_flex.geometry import LayerGeometry, ModelGeometry
 from gemma4_flex.kv_cache import store
 from gemma4_flex.masks import Rows
@@ -43,7 +42,6 @@ class StepInputs(NamedTuple):
     rows: Rows
     wanted: Tensor | None = None
     wanted_rows: Rows | None = None
-    state: RowState | None = None      # in decode: what ids, positions and slots are of
 
 
 # ---- weights --------------------------------------------------------------------------------------------------------
@@ -258,22 +256,20 @@ class Gemma4Walk:
         readers = [layer.kv_owner for layer in geometry.layers]
         self.read_again = {owner for owner in readers if readers.count(owner) > 1}
 
-    def __call__(self, step: StepInputs, record: list[Tensor] | None = None,
-                 then: Callable[[Tensor, StepInputs], tuple] = lambda logits, step: (logits,)) -> tuple:
-        """What `then` makes of the logits [N, V] (after the softcap) and the step; and last, where only some tokens' logits are
-        wanted, which tokens [T] came through the layers that write K/V with a finite stream, else None. `record` collects
-        the stream [N, hidden] of the wanted tokens: the first layer's input, then each layer's output; nothing is compiled
-        then."""
+    def __call__(self, step: StepInputs, record: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
+        """Logits [N, V], after the softcap; and, where only some tokens' logits are wanted, which tokens [T] came through the
+        layers that write K/V with a finite stream, else None. `record` collects the stream [N, hidden] of the wanted tokens:
+        the first layer's input, then each layer's output; nothing is compiled then."""
         if record is not None:
             with self.regions.off():
-                return self._walk(step, record, then)
-        return self._walk(step, None, then)
+                return self._walk(step, record)
+        return self._walk(step, None)
 
-    def _walk(self, step: StepInputs, record: list[Tensor] | None, then: Callable) -> tuple:
+    def _walk(self, step: StepInputs, record: list[Tensor] | None) -> tuple[Tensor, Tensor | None]:
         begun = self.regions(("begin",), self._begin, step)
         if self.regions.scope == "step" and record is None:
-            return self.regions(("layers", then, self.geometry.first_shared), lambda *args: self._layers(*args, then), step, begun)
-        return self._layers(step, begun, then, record)
+            return self.regions(("layers", self.geometry.first_shared), self._layers, step, begun)
+        return self._layers(step, begun, record)
 
     def _begin(self, step: StepInputs) -> Begun:
         text, geometry = self.text, self.geometry
@@ -291,7 +287,7 @@ class Gemma4Walk:
         normed = rms_norm(hidden, self.layers[0].input_norm, geometry.norm_eps)
         return Begun(hidden, normed, ple, rotary, self.kv.begin(step.positions, step.slots, step.rows))
 
-    def _layers(self, step: StepInputs, begun: Begun, then: Callable, record: list[Tensor] | None = None) -> tuple:
+    def _layers(self, step: StepInputs, begun: Begun, record: list[Tensor] | None = None) -> tuple[Tensor, Tensor | None]:
         """All layers and the head."""
         geometry, wanted, finite = self.geometry, step.wanted, None
         hidden, normed, ple, rotary, kv = begun
@@ -309,14 +305,13 @@ class Gemma4Walk:
                     ("cut",), self._cut, step, Begun(hidden, normed, ple, rotary, kv))
                 gathered, wanted = {}, None
                 if hidden.shape[0] == 0:
-                    return (*then(hidden.new_empty(0, geometry.vocab_size), step), finite)
+                    return hidden.new_empty(0, geometry.vocab_size), finite
             hidden, normed = self._layer(layer, next_norm, hidden, normed, ple[layer.index], rotary, kv, gathered)
             note()
         if wanted is not None:                     # a model without shared layers: pick the wanted rows at the end
             finite = torch.isfinite(hidden.float().sum(-1))
             normed = normed[wanted]
-        outputs = self.regions(("head", then), lambda x, step: then(self._head(x), step), normed, step)
-        return (*outputs, finite)
+        return self.regions(("head",), self._head, normed), finite
 
     def _cut(self, step: StepInputs, begun: Begun) -> tuple[Tensor, Begun]:
         """Which tokens [T] have a finite stream, and what is left for the layers that only wanted tokens pass."""
