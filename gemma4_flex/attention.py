@@ -1,6 +1,6 @@
 """Attention over paged K/V: compiled flex_attention, and SDPA over gathered pages.
 
-Scores are q k^T, unscaled: Gemma-4 normalises q and k and uses a scale of exactly 1. Both back ends keep scores and
+Scores are `scale` q k^T; Gemma-4, which normalises q and k, has a scale of exactly 1. Both back ends keep scores and
 softmax in fp32. `paged_flex` and `paged_sdpa` take the same arguments and give the same values; flex reads the pages in
 place, SDPA copies the pages in view first.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,13 +24,11 @@ from gemma4_flex.kv_cache import KVGroup
 from gemma4_flex.masks import PageMask, Rows, columns_in_view, page_mask, page_span, visible
 from gemma4_flex.row_attention import row_attention
 
-SCALE = 1.0
 
-
-def row_width(device_type: str, name: str) -> int:
+def row_width(device_type: str, name: str, *, at_least: int = 0) -> int:
     """Queries a prefill row holds with the back end `name`. GPU tiles want 64 to 128, and sdpa's calls are few then; for flex
-    on a CPU short rows waste less on short prompts."""
-    return 32 if device_type == "cpu" and name == "flex" else 128
+    on a CPU short rows waste less on short prompts. `at_least`: what FlashAttention-4 takes at once (`fa4.query_tile`)."""
+    return max(at_least, 32 if device_type == "cpu" and name == "flex" else 128)
 
 
 def flex_obstacle(device_type: str) -> str | None:
@@ -40,8 +39,11 @@ def flex_obstacle(device_type: str) -> str | None:
 
 def _flex(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor | None,
           whole: Tensor | None, table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int,
-          window: int | None, q_block: int, options: dict | None) -> Tensor:
+          window: int | None, q_block: int, scale: float, options: dict | None) -> Tensor:
     R, H, Q, D = q.shape
+    if options and options.get("BACKEND") == "FLASH":
+        return _flash(q, keys, values, num_partial, partial, num_whole, whole, visible(table, logical, slots, first, page_size,
+                                                                                       window, flat=Q), page_size, scale)
     folded = Q == 1 and bool(options) and bool(options.get("FORCE_USE_FLEX_ATTENTION"))
     if folded:      # the heads of a kv head as queries of one position: one tile, and one kernel without a combine step
         q = q.view(R, keys.shape[1], H // keys.shape[1], D)
@@ -49,8 +51,21 @@ def _flex(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial:
         num_partial, partial, num_whole, whole, BLOCK_SIZE=(q_block, page_size),
         mask_mod=visible(table, logical, slots, first, page_size, window, one_position=folded),
         seq_lengths=(q.shape[2], keys.shape[2]), compute_q_blocks=False)
-    out = flex_attention(q, keys, values, block_mask=block_mask, enable_gqa=True, scale=SCALE, kernel_options=options)
+    out = flex_attention(q, keys, values, block_mask=block_mask, enable_gqa=True, scale=scale, kernel_options=options)
     return out.reshape(R, H, Q, D)
+
+
+def _flash(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor, whole: Tensor,
+           seen: Callable, page_size: int, scale: float) -> Tensor:
+    """The same by FlashAttention-4, which has no batch of queries over one pool: the rows come one after the other, each a block
+    of queries with a list of pages of its own."""
+    R, H, Q, D = q.shape
+    lists = (x.transpose(0, 2) for x in (num_partial, partial, num_whole, whole))      # [1, 1, R], [1, 1, R, C]
+    block_mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(Q, page_size), mask_mod=seen,
+                                          seq_lengths=(R * Q, keys.shape[2]), compute_q_blocks=False)
+    out = flex_attention(q.transpose(0, 1).reshape(1, H, R * Q, D), keys, values, block_mask=block_mask, enable_gqa=True,
+                         scale=scale, kernel_options={"BACKEND": "FLASH"})
+    return out.view(H, R, Q, D).transpose(0, 1)
 
 
 @functools.cache
@@ -61,11 +76,11 @@ def _compiled_flex():
 @torch.library.custom_op("gemma4_flex::paged_flex", mutates_args=())
 def _flex_op(q: Tensor, keys: Tensor, values: Tensor, num_partial: Tensor, partial: Tensor, num_whole: Tensor | None,
              whole: Tensor | None, table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int, window: int,
-             q_block: int, options: str) -> Tensor:
+             q_block: int, scale: float, options: str) -> Tensor:
     # an operator of its own, so that a traced step calls the compiled kernel and not its thousand-fold slower plain form
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, accumulated_recompile_limit=RECOMPILE_LIMIT):
         return _compiled_flex()(q, keys, values, num_partial, partial, num_whole, whole, table, logical, slots, first,
-                                page_size, window or None, q_block, json.loads(options)).contiguous()
+                                page_size, window or None, q_block, scale, json.loads(options)).contiguous()
 
 
 @_flex_op.register_fake
@@ -74,15 +89,15 @@ def _(q, *args):
 
 
 def paged_flex(q: Tensor, keys: Tensor, values: Tensor, group: KVGroup, rows: Rows, mask: PageMask,
-               options: dict | None = None, *, inline: bool = False) -> Tensor:
+               options: dict | None = None, *, scale: float = 1.0, inline: bool = False) -> Tensor:
     """Attention [R, H, Q, D] of queries `q` over pools `keys` and `values` of `group`, by flex_attention reading the pages in
     place: compiled by itself, or `inline`, for the region around it to compile."""
     block = rows.width if rows.width > 1 else 128
     lists = (mask.num_partial, mask.partial, mask.num_whole, mask.whole, group.table, group.logical, rows.slots, rows.first,
              group.page_size)
     if inline:
-        return _flex(q, keys, values, *lists, group.window, block, options)
-    return _flex_op(q, keys, values, *lists, group.window or 0, block, json.dumps(options))
+        return _flex(q, keys, values, *lists, group.window, block, scale, options)
+    return _flex_op(q, keys, values, *lists, group.window or 0, block, scale, json.dumps(options))
 
 
 class GatherPlan(NamedTuple):
@@ -116,13 +131,13 @@ def see(rows: Rows, key_position: Tensor, window: int | None) -> Tensor:
     return seen[:, None]
 
 
-def grouped_sdpa(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+def grouped_sdpa(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float = 1.0) -> Tensor:
     """SDPA [R, H, Q, D] with heads of one kv head folded into the query axis: K/V [R, K, N', D] are never repeated."""
     R, H, Q, D = q.shape
     kv_heads = keys.shape[1]
     folded = q.reshape(R, kv_heads, (H // kv_heads) * Q, D)
     seen = seen.repeat(1, 1, H // kv_heads, 1) if Q > 1 else seen
-    return F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen, scale=SCALE).reshape(R, H, Q, D)
+    return F.scaled_dot_product_attention(folded, keys, values, attn_mask=seen, scale=scale).reshape(R, H, Q, D)
 
 
 def gather(pool: Tensor, pool_rows: Tensor) -> Tensor:
@@ -130,9 +145,9 @@ def gather(pool: Tensor, pool_rows: Tensor) -> Tensor:
     return pool[0][:, pool_rows].transpose(0, 1)
 
 
-def paged_sdpa(q: Tensor, keys: Tensor, values: Tensor, plan: GatherPlan) -> Tensor:
+def paged_sdpa(q: Tensor, keys: Tensor, values: Tensor, plan: GatherPlan, scale: float = 1.0) -> Tensor:
     """Attention [R, H, Q, D] of queries `q` over the pools `keys` and `values`, gathered to a dense [R, K, N', D] first."""
-    return grouped_sdpa(q, gather(keys, plan.pool_rows), gather(values, plan.pool_rows), plan.seen)
+    return grouped_sdpa(q, gather(keys, plan.pool_rows), gather(values, plan.pool_rows), plan.seen, scale)
 
 
 class PagedBackend:
@@ -161,18 +176,20 @@ class PagedBackend:
                          list_whole=self.on_cpu or rows.width > 1)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, rows: Rows, plan: PageMask | GatherPlan | tuple[()], owner: int,
-               gathered: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+               gathered: dict[int, tuple[Tensor, Tensor]], scale: float = 1.0) -> Tensor:
         """[T, H, D] -> [T, H, D] for the step's rows over the pools of `owner`; `gathered` holds what sdpa has gathered of
         owners before, and takes this one."""
         if self._by_row(rows):
             return row_attention(q, keys, values, self.group.table, rows.slots, rows.first, rows.count,
-                                 rows.token_of[:, 0].contiguous(), self.group.page_size, self.group.window or 0, SCALE)
+                                 rows.token_of[:, 0].contiguous(), self.group.page_size, self.group.window or 0, scale)
         split = rows.split(q)
         if self.name == "flex":
             options = self.options["decode" if rows.width == 1 else "prefill"]
             if rows.width == 1 and not self.on_cpu:
-                options = decode_layout(q.shape[-1], q.shape[0]) | (options or {})
-            return rows.join(paged_flex(split, keys, values, self.group, rows, plan, options, inline=self.inline))
+                options = decode_layout(q.shape[0], windowed=self.group.window is not None,
+                                        queries_a_key=q.shape[1] // keys.shape[1]) | (options or {})
+            return rows.join(paged_flex(split, keys, values, self.group, rows, plan, options, scale=scale,
+                                        inline=self.inline))
         if owner not in gathered:
             gathered[owner] = gather(keys, plan.pool_rows), gather(values, plan.pool_rows)
-        return rows.join(grouped_sdpa(split, *gathered[owner], plan.seen))
+        return rows.join(grouped_sdpa(split, *gathered[owner], plan.seen, scale))

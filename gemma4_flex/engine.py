@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
@@ -12,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from gemma4_flex.decode_state import MAX_STOP_IDS
-from gemma4_flex.geometry import ModelGeometry
+from gemma4_flex.geometry import ModelGeometry, plain_config
 from gemma4_flex.kv_cache import memory_bytes
+from gemma4_flex.logprobs import Logprobs, TokenLogprob
 from gemma4_flex.memory import pages_for, sized_tables
 from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
+from gemma4_flex.prefix import Group
 from gemma4_flex.request import Completion, Request, TokenEvent
-from gemma4_flex.runner import Runner
+from gemma4_flex.runner import Drawn, Runner
 from gemma4_flex.sampling import NON_FINITE
 from gemma4_flex.scheduler import Scheduler, Span, StepPlan
 from gemma4_flex.sequence import Sequence
@@ -39,6 +42,9 @@ class EngineStats:
     steps_replayed: int = 0
     steps_eager: int = 0
     num_preemptions: int = 0
+    prefix_hit_tokens: int = 0   # taken over from the prefix cache, or from another sample of the prompt, and never computed
+    group_hit_tokens: int = 0
+    shared_bytes: int = 0        # of K/V pages so taken over, and not allocated again
     ttft_ms: list[float] = field(default_factory=list)
     compile_s: float = 0.0
     capture_s: float = 0.0
@@ -83,10 +89,7 @@ class FlexEngine:
         self.model, self.tokenizer = model, tokenizer
         self.geometry = ModelGeometry.from_config(model.config)
         self.geometry.assert_matches(model.model)
-        if self.config.fa4_prefill:
-            widest = max(layer.head_dim for layer in self.geometry.layers)
-            raise ValueError(f"fa4_prefill: FlashAttention 4 stops at head_dim 128 and this model has {widest}: "
-                             "leave it out or use --no-fa4_prefill.")
+        self.generation = plain_config(getattr(model, "generation_config", None) or {})
         self.stop_ids = frozenset(i for i in model_stop_ids(model, tokenizer) if i < self.geometry.vocab_size)
         self.sizing = ""                             # how gpu_memory_utilization came to the pools' pages
         if config.gpu_memory_utilization is not None:
@@ -96,7 +99,7 @@ class FlexEngine:
         tables = sized_tables(self.geometry, self.config)
         self.scheduler = Scheduler(tables, max_batch_size=self.config.max_batch_size,
                                    max_seq_length=self.config.max_seq_length, max_prefill_tokens=self.config.max_prefill_tokens,
-                                   decode_steps=self.config.decode_steps_per_sync)
+                                   decode_steps=self.config.decode_steps_per_sync, prefix_cache=self.config.prefix_cache)
         self.runner = Runner(model, self.geometry, self.config, tables)
         self._prepared = False
         self.weight_epoch = 0                        # raised by every `update_weights`
@@ -142,25 +145,60 @@ class FlexEngine:
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> int:
         """Queue a prompt; the request's id. Raises ValueError, and queues nothing, for one that cannot be run."""
+        if isinstance(params, SamplingParams) and params.n != 1:
+            raise PromptError(f"submit queues one sample and params ask for n={params.n}: use submit_group.")
+        return self.submit_group(prompt, params)[0]
+
+    def submit_group(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
+        """Queue `params.n` samples of a prompt, which is computed once; their request ids. Raises as `submit` does."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise PromptError(f"params is a {type(params).__name__}: give a SamplingParams, or a list with one a prompt.")
         if not self.has_work:
             self._check_weights()
+        params = params.with_defaults(self.generation)
+        if params.seed is None:
+            params = replace(params, seed=random.Random(f"{self.config.seed} {self._next_id}").getrandbits(63))
         ids = encode_prompt(prompt, self.tokenizer, self.geometry.vocab_size, self.geometry.placeholder_ids)
+        self._check_params(params)
+        group = Group(self._next_id) if params.n > 1 else None
+        sequences = [Sequence(self._next_id + sample, ids, params, stop_ids=self.stop_ids,
+                              max_seq_length=self.config.max_seq_length, group=group, sample=sample) for sample in range(params.n)]
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = Logprobs()
+            prompt_logprobs.append(TokenLogprob(None, None), 0)
+        now = time.perf_counter()
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+            self._requests[sequence.request_id] = Request(
+                sequence, Detokenizer(self.tokenizer, params.stop), now, None if params.logprobs is None else Logprobs(),
+                prompt_logprobs)
+        self._next_id += params.n
+        return [sequence.request_id for sequence in sequences]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Raise PromptError for what this model's vocabulary or tokenizer cannot give."""
+        vocab = self.geometry.vocab_size
         if params.stop and self.tokenizer is None:
             raise PromptError("stop strings need a tokenizer: use stop_token_ids.")
-        if outside := [i for i in params.stop_token_ids if i >= self.geometry.vocab_size]:
-            raise PromptError(f"stop_token_ids has {outside[0]}, which is outside the vocabulary of "
-                              f"{self.geometry.vocab_size:,} ids.")
-        sequence = Sequence(self._next_id, ids, params, stop_ids=self.stop_ids, max_seq_length=self.config.max_seq_length)
-        if params.min_new_tokens and len(sequence.active_stop_ids) > MAX_STOP_IDS:
-            raise PromptError(f"min_new_tokens can hold back at most {MAX_STOP_IDS} stop ids and this request has "
-                              f"{len(sequence.active_stop_ids)}.")
-        self.scheduler.add(sequence)
-        self._requests[self._next_id] = Request(sequence, Detokenizer(self.tokenizer, params.stop), time.perf_counter())
-        self._next_id += 1
-        return sequence.request_id
+        named = {name: getattr(params, name) or () for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids")}
+        for name, ids in {**named, "logit_bias": [token for token, _ in params.logit_bias]}.items():
+            if outside := [i for i in ids if i >= vocab]:
+                raise PromptError(f"{name} has {outside[0]}, which is outside the vocabulary of {vocab:,} ids.")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > vocab:
+                raise PromptError(f"{name}={getattr(params, name)} is more than the vocabulary of {vocab:,} ids: lower it.")
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.stop_ids)
+        if params.min_new_tokens and len(stops) > MAX_STOP_IDS:
+            raise PromptError(f"min_new_tokens can hold back at most {MAX_STOP_IDS} stop ids and this request has {len(stops)}.")
+        drawable = set(range(vocab) if params.allowed_token_ids is None else params.allowed_token_ids)
+        if params.banned_token_ids or params.allowed_token_ids is not None:
+            drawable -= set(params.banned_token_ids)
+            if not drawable:
+                raise PromptError("banned_token_ids leave no id that could be drawn: ban fewer.")
+            if params.min_new_tokens and not drawable - stops:
+                raise PromptError("min_new_tokens holds back the stop ids and no other id may be drawn: lower it, or allow more.")
 
     def abort(self, request_id: int) -> None:
         """End a request and free its pages; its completion holds what it had."""
@@ -190,34 +228,46 @@ class FlexEngine:
 
     @_uncast
     def _run(self, plan: StepPlan) -> list[TokenEvent]:
-        for span in plan.prefill:
-            request = self._requests[span.sequence.request_id]
+        for sequence in (*(span.sequence for span in plan.prefill), *plan.decode):
+            request = self._requests[sequence.request_id]
             request.epoch_started = self.weight_epoch if request.epoch_started is None else request.epoch_started
         mixed = self.config.mixed_prefill and bool(plan.prefill)
-        tokens: dict[int, int] = {}
-        drawn: dict[int, list[int]] = {}
+        drawn: list[dict[int, int]] = [{} for _ in range(plan.steps)]
+        logprobs: list[dict[int, TokenLogprob]] = [{} for _ in range(plan.steps)]
         if plan.prefill:
-            start = time.perf_counter()
             together = tuple(Span(s, s.num_computed, 1) for s in plan.decode) if mixed else ()
-            tokens = self.runner.prefill(plan.prefill + together)[0]
-            self.stats.prefill_s += time.perf_counter() - start
+            score = {i for span in plan.prefill if self._requests[i := span.sequence.request_id].scores_prompt}
+            found, seconds = self._timed(lambda: self.runner.prefill(plan.prefill + together, score=score))
+            drawn[0] |= found.tokens
+            logprobs[0] |= {request_id: one for request_id, (one,) in found.logprobs.items()}
+            for span in plan.prefill:
+                if scored := found.prompt.get(span.sequence.request_id):
+                    self._requests[span.sequence.request_id].take_prompt(span.start + 1, scored)
+            self.stats.prefill_s += seconds
             self.stats.prefill_tokens += sum(span.count for span in plan.prefill)
             self.stats.mixed_tokens += len(together)
         if plan.decode and not mixed:
-            start = time.perf_counter()
-            drawn = self.runner.decode(plan.decode, steps=plan.steps)[0]
-            self.stats.decode_s += time.perf_counter() - start
+            found, seconds = self._timed(lambda: self.runner.decode(plan.decode, steps=plan.steps))
+            for step in range(plan.steps):
+                drawn[step] |= {request_id: tokens[step] for request_id, tokens in found.tokens.items()}
+                logprobs[step] |= {request_id: each[step] for request_id, each in found.logprobs.items()}
+            self.stats.decode_s += seconds
         events = []
-        for step in range(plan.steps):      # as if the host had looked after each of them
+        for step, (tokens, known) in enumerate(zip(drawn, logprobs)):      # as if the host had looked after each of them
             if step:
-                plan, tokens = StepPlan((), tuple(s for s in plan.decode if not s.is_finished), ()), {}
-            if not mixed:
-                tokens |= {s.request_id: drawn[s.request_id][step] for s in plan.decode}
-                self.stats.decode_tokens += len(plan.decode)
+                plan = StepPlan((), tuple(s for s in plan.decode if not s.is_finished), ())
+                tokens = {s.request_id: tokens[s.request_id] for s in plan.decode}
+            self.stats.decode_tokens += 0 if mixed else len(plan.decode)
             events += self._end_non_finite(tokens)
             self.scheduler.complete(plan, tokens)
-            events += [self._event(request_id, token) for request_id, token in tokens.items()]
+            events += [self._event(request_id, token, known.get(request_id)) for request_id, token in tokens.items()]
         return events
+
+    def _timed(self, work: Callable[[], Drawn]) -> tuple[Drawn, float]:
+        """What `work` gives, and its seconds without those that compiling and capturing took."""
+        start, apart = time.perf_counter(), self.runner.compile_s + self.runner.capture_s
+        found = work()
+        return found, time.perf_counter() - start - (self.runner.compile_s + self.runner.capture_s - apart)
 
     def _end_non_finite(self, tokens: dict[int, int]) -> list[TokenEvent]:
         """Take requests whose logits or K/V broke out of the batch, and zero their pages before anyone else gets them."""
@@ -230,8 +280,10 @@ class FlexEngine:
             events.append(TokenEvent(request_id, None, request.detokenizer.take(finished=True), "non_finite"))
         return events
 
-    def _event(self, request_id: int, token: int) -> TokenEvent:
+    def _event(self, request_id: int, token: int, logprob: TokenLogprob | None) -> TokenEvent:
         request = self._requests[request_id]
+        if logprob is not None:
+            request.logprobs.append(logprob, request.sequence.params.logprobs)
         request.epoch_ended = self.weight_epoch
         sequence, detokenizer = request.sequence, request.detokenizer
         if len(sequence.output_ids) == 1:
@@ -240,7 +292,7 @@ class FlexEngine:
         if detokenizer.update(sequence.output_ids[:-1] if stopped_by_id else sequence.output_ids):
             self.scheduler.finish(request_id, "stop")
             sequence.finish_reason = "stop"      # also where the last token allowed completes the stop string
-        return TokenEvent(request_id, token, detokenizer.take(sequence.is_finished), sequence.finish_reason)
+        return TokenEvent(request_id, token, detokenizer.take(sequence.is_finished), sequence.finish_reason, logprob)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -262,6 +314,7 @@ class FlexEngine:
         self.scheduler.preempt_all()
         self._check_weights()
         self.weight_epoch += 1
+        self.scheduler.forget_prefixes(self.weight_epoch)
 
     def use_adapter(self, path: str | None, policy: str = "drain") -> None:
         """Switch to the adapter in the directory `path`, or to the base for None, in place: nothing is captured anew."""
@@ -273,7 +326,8 @@ class FlexEngine:
     # ---- whole jobs ---------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None) -> list[Completion]:
-        """Completions in the order of `prompts`: strings, chats (lists of messages) or lists of token ids.
+        """Completions in the order of `prompts` (strings, chats: lists of messages, or lists of token ids), the n samples of each
+        in a row.
 
         `params` is one for all or one a prompt. Raises ValueError before anything runs when a prompt cannot be run.
         """
@@ -287,8 +341,8 @@ class FlexEngine:
 
     def stream(self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None,
                ) -> Iterator[tuple[int, int | None, str]]:
-        """(prompt index, token id, text) as tokens come, and (index, None, text) where a request ends because its numbers
-        broke; closing the iterator ends the requests that are left."""
+        """(index of the completion, token id, text) as tokens come, and (index, None, text) where a request ends because its
+        numbers broke; closing the iterator ends the requests that are left."""
         ids = self._submit_all(prompts, params)
         index = {request_id: n for n, request_id in enumerate(ids)}
         try:
@@ -332,7 +386,7 @@ class FlexEngine:
         try:
             for n, (prompt, one) in enumerate(zip(prompts, each)):
                 try:
-                    ids.append(self.submit(prompt, one))
+                    ids += self.submit_group(prompt, one)
                 except ValueError as error:
                     raise PromptError(f"prompt {n}: {error}") from error
             self.prepare()
@@ -351,7 +405,7 @@ class FlexEngine:
             if name in mine and tensor.data_ptr() != mine[name]:
                 raise RuntimeError(f"{name} of the model was rebound to new storage after the engine was made: "
                                    "write weights in place (tensor.copy_), or make a new engine.")
-        for (size, _), graph in self.runner.graphs.items():
+        for (size, *_), graph in self.runner.graphs.items():
             if moved := graph.moved():
                 raise RuntimeError(f"{moved[0]} moved after the step of batch {size} was captured: write weights in place "
                                    "(tensor.copy_), or make a new engine.")
@@ -389,16 +443,24 @@ class FlexEngine:
 
     @property
     def stats(self) -> EngineStats:
-        runner = self.runner
-        self._stats.steps_replayed, self._stats.steps_eager = runner.steps_replayed, runner.steps_eager
-        self._stats.num_preemptions = self.scheduler.num_preemptions - self._preemptions_before
-        self._stats.compile_s, self._stats.capture_s = runner.compile_s, runner.capture_s
-        return self._stats
+        runner, stats = self.runner, self._stats
+        stats.steps_replayed, stats.steps_eager = runner.steps_replayed, runner.steps_eager
+        stats.compile_s, stats.capture_s = runner.compile_s, runner.capture_s
+        for name, count in self._counts().items():
+            setattr(stats, name, count - self._counts_before[name])
+        return stats
+
+    def _counts(self) -> dict[str, int]:
+        """What the scheduler has counted since the engine was made."""
+        scheduler, per_token = self.scheduler, self.geometry.kv_bytes_per_token(self.model.lm_head.weight.element_size())
+        return {"num_preemptions": scheduler.num_preemptions, "prefix_hit_tokens": scheduler.prefix_hit_tokens,
+                "group_hit_tokens": scheduler.group_hit_tokens, "shared_bytes": sum(
+                    pages * self.config.page_size * per_token[kind] for kind, pages in scheduler.pages_shared.items())}
 
     def reset_stats(self) -> None:
         """Start counting anew; compile and capture time stay, since they are not repeated."""
         self.runner.steps_replayed = self.runner.steps_eager = 0
-        self._preemptions_before = self.scheduler.num_preemptions
+        self._counts_before = self._counts()
         self._stats = EngineStats()
 
     def memory_report(self) -> dict[str, int]:

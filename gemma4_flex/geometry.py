@@ -6,143 +6,32 @@ This module never imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-ARCHITECTURES = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM")
+from gemma4_flex.config_fields import (
+    DEFAULT_PLACEHOLDERS,
+    DENSE,
+    FULL,
+    SLIDING,
+    UnsupportedModelError,
+    fields_of,
+    plain_config,
+    text_fields,
+)
 
-# transformers' Gemma4TextConfig defaults: a saved config.json may leave out any field that equals its default.
-DEFAULTS: dict[str, Any] = {
-    "model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216,
-    "num_hidden_layers": 30, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-6, "eos_token_id": 1, "tie_word_embeddings": True, "attention_bias": False,
-    "sliding_window": 512, "final_logit_softcapping": None, "use_bidirectional_attention": None,
-    "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "attention_k_eq_v": False,
-    "num_kv_shared_layers": 0, "enable_moe_block": False, "use_double_wide_mlp": False,
-}
-DEFAULT_ROPE: dict[str, dict[str, Any]] = {
-    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-}
-DEFAULT_PLACEHOLDERS = {"image_token_id": 258880, "audio_token_id": 258881, "video_token_id": 258884}
+__all__ = ["FULL", "SLIDING", "LayerGeometry", "ModelGeometry", "RopeGeometry", "UnsupportedModelError", "plain_config",
+           "text_fields"]
 
-
-class UnsupportedModelError(ValueError):
-    """The config describes something that this engine cannot compute; the message names the field."""
-
-
-def plain_config(config: Any) -> dict[str, Any]:
-    """`config` (a Hugging Face config object of any supported version, or config.json as a dict) as a plain dict.
-
-    `to_dict` is the one reading that every version answers: from transformers 5.15 on, `config.head_dim` itself raises.
-    """
-    return dict(config) if isinstance(config, Mapping) else config.to_dict()
-
-
-def text_fields(config: Any) -> dict[str, Any]:
-    """The text model's config fields, every default filled in, in the one form that all of transformers 5.5.2 to 5.24
-    read alike: `head_dim` for sliding layers and `global_head_dim` for full ones, never `per_layer_config`. The
-    placeholder ids of a multimodal config are kept among them.
-
-    Takes what `ModelGeometry.from_config` takes; raises UnsupportedModelError likewise.
-    """
-    whole = plain_config(config)
-    model_type, architectures = whole.get("model_type"), whole.get("architectures") or []
-    if model_type not in ("gemma4", "gemma4_text") or any(name not in ARCHITECTURES for name in architectures):
-        named = ", ".join(architectures) or f"model_type {model_type!r}"
-        raise UnsupportedModelError(f"architecture {named} is not supported: this engine runs Gemma-4 E-series text models "
-                                    f"({', '.join(ARCHITECTURES)})")
-    text = whole
-    if model_type == "gemma4":
-        text = dict(whole.get("text_config") or {})
-        if "tie_word_embeddings" in whole:      # the multimodal class ties by its own flag, not by the text config's
-            text["tie_word_embeddings"] = whole["tie_word_embeddings"]
-        # kept with the text model, which is all that is left of the checkpoint once it is loaded
-        text |= {name: whole.get(name) or default for name, default in DEFAULT_PLACEHOLDERS.items()}
-    found = DEFAULTS | {"layer_types": None, "rope_parameters": None} | text
-    _refuse_other_computations(found)
-    if found["layer_types"] is None:
-        found["layer_types"] = [SLIDING if (i + 1) % 6 else FULL for i in range(found["num_hidden_layers"])]
-    found["layer_types"] = [*found["layer_types"][:-1], FULL]      # as Gemma4TextConfig forces it
-    found["rope_parameters"] = found["rope_parameters"] or DEFAULT_ROPE
-    if "per_layer_config" in found:
-        found["global_head_dim"] = _full_head_dim(found, given=text.get("global_head_dim"))
-        del found["per_layer_config"]
-    found["num_global_key_value_heads"] = None      # read by transformers with attention_k_eq_v alone, which is refused
-    _check_consistency(found)
-    return found
-
-
-def _refuse_other_computations(found: dict[str, Any]) -> None:
-    """Raises UnsupportedModelError naming every field that asks for something the engine does not compute."""
-    reasons = [
-        (found["enable_moe_block"], "mixture-of-experts layers (enable_moe_block)"),
-        (found["use_bidirectional_attention"] == "all", "bidirectional attention (use_bidirectional_attention='all')"),
-        (found.get("attn_logit_softcapping") is not None, "an attention softcap (attn_logit_softcapping)"),
-        (found["attention_k_eq_v"], "keys that serve as values (attention_k_eq_v)"),
-        (found["attention_bias"], "biased attention projections (attention_bias)"),
-        (not found["hidden_size_per_layer_input"], "a model without per-layer embeddings (hidden_size_per_layer_input=0)"),
-        (found["hidden_activation"] != "gelu_pytorch_tanh", f"hidden_activation={found['hidden_activation']!r}"),
-    ]
-    named = [text for present, text in reasons if present]
-    if named:
-        raise UnsupportedModelError(f"this checkpoint has {' and '.join(named)}, which this engine does not compute; "
-                                    "Gemma-4 E2B, E4B and checkpoints of their geometry do not have it")
-
-
-def _full_head_dim(found: dict[str, Any], given: int | None) -> int:
-    """The head_dim of the full layers out of `per_layer_config` (transformers 5.15 and later), which may say no more."""
-    overrides = {int(layer): dict(changed) for layer, changed in (found["per_layer_config"] or {}).items()}
-    sizes: dict[str, set[int]] = {SLIDING: set(), FULL: set()}
-    for layer, layer_type in enumerate(found["layer_types"]):
-        changed = overrides.get(layer, {})
-        other = {k: v for k, v in changed.items() if k not in ("head_dim", "skip") and found.get(k) != v}
-        if other or changed.get("skip"):
-            raise UnsupportedModelError(f"per_layer_config changes {sorted(other) or ['skip']} in layer {layer}; "
-                                        "only head_dim may differ between layers, and only by attention type")
-        sizes.setdefault(layer_type, set()).add(changed.get("head_dim", found["head_dim"]))
-    if len(sizes[FULL]) != 1 or not sizes[SLIDING] <= {found["head_dim"]} or (given and {given} != sizes[FULL]):
-        raise UnsupportedModelError(f"per_layer_config gives head_dim {sorted(sizes[SLIDING])} to sliding and "
-                                    f"{sorted(sizes[FULL])} to full layers beside head_dim={found['head_dim']} and "
-                                    f"global_head_dim={given}; each attention type needs one size")
-    return sizes[FULL].pop()
-
-
-def _check_consistency(found: dict[str, Any]) -> None:
-    """Raises UnsupportedModelError where fields contradict each other."""
-    layers, shared, types = found["num_hidden_layers"], found["num_kv_shared_layers"], found["layer_types"]
-    rope = found["rope_parameters"]
-    problems = [
-        (len(types) != layers, f"layer_types lists {len(types)} layers and num_hidden_layers is {layers}"),
-        (set(types) - {SLIDING, FULL}, f"layer_types holds {sorted(set(types) - {SLIDING, FULL})}"),
-        (set(types[: layers - shared]) != set(types),
-         f"num_kv_shared_layers={shared} leaves an attention type without a layer that makes its keys and values"),
-        (shared < 0, f"num_kv_shared_layers is {shared}"),
-        (found["num_key_value_heads"] < 1 or found["num_attention_heads"] % found["num_key_value_heads"],
-         "num_attention_heads is not a multiple of num_key_value_heads"),
-        (found["head_dim"] % 2 or found["global_head_dim"] % 2, "rotary embeddings need an even head_dim and global_head_dim"),
-        (found["vocab_size_per_layer_input"] < found["vocab_size"],
-         f"vocab_size_per_layer_input={found['vocab_size_per_layer_input']} leaves token ids of vocab_size={found['vocab_size']} "
-         "without a per-layer embedding"),
-        (SLIDING in types and (found["sliding_window"] or 0) < 1, "sliding layers need a sliding_window"),
-    ]
-    for layer_type, kind in ((SLIDING, "default"), (FULL, "proportional")):
-        regime = rope.get(layer_type) or {}
-        if layer_type in types and (regime.get("rope_type") != kind or regime.get("factor", 1.0) != 1.0):
-            problems.append((True, f"rope_parameters[{layer_type!r}] is {regime}, not rope_type {kind!r} without a factor"))
-    named = [text for present, text in problems if present]
-    if named:
-        raise UnsupportedModelError(f"this config cannot be run: {'; '.join(named)}")
+SCALE = 1.0      # of attention scores: Gemma-4 normalises queries and keys instead
 
 
 @dataclass(frozen=True)
 class LayerGeometry:
     """One layer. `window` counts the keys a query sees, itself included; None where it sees all earlier ones.
-    `kv_owner` is the layer whose K/V this layer reads: its own index, or the owner's where the layer is shared."""
+    `kv_owner` is the layer whose K/V this layer reads: its own index, or the owner's where the layer is shared. `scale` is what
+    its attention scores are multiplied by."""
 
     index: int
     attention_type: str
@@ -152,6 +41,7 @@ class LayerGeometry:
     window: int | None
     mlp_width: int
     kv_owner: int
+    scale: float = 1.0
 
     @property
     def owns_kv(self) -> bool:
@@ -161,17 +51,20 @@ class LayerGeometry:
 @dataclass(frozen=True)
 class RopeGeometry:
     """Rotary regime of an attention type: frequency i is theta^(-2i / head_dim) for the first
-    `rotated_fraction * head_dim / 2` pairs (i, i + head_dim / 2) and 0 for the others."""
+    `rotated_fraction * head_dim / 2` pairs (i, i + head_dim / 2) and 0 for the others. `scaling` is the config's own fields of
+    a regime that changes these frequencies, which transformers computes."""
 
     theta: float
     head_dim: int
     rotated_fraction: float
+    scaling: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """A text model's shape. Sizes are counts of elements; `ple` stands for the per-layer embeddings;
-    `placeholder_ids` are the image, audio and video ids of a multimodal config, which no text prompt may hold."""
+    """A text model's shape. Sizes are counts of elements; `ple` stands for the per-layer embeddings, 0 for a model without;
+    `qk_norms` says whether queries and keys are normed; `placeholder_ids` are the image, audio and video ids of a multimodal
+    config, which no text prompt may hold."""
 
     architecture: str
     vocab_size: int
@@ -185,15 +78,38 @@ class ModelGeometry:
     layers: tuple[LayerGeometry, ...]
     rope: dict[str, RopeGeometry]
     placeholder_ids: frozenset[int]
+    qk_norms: bool = True
 
     @classmethod
     def from_config(cls, config: Any) -> ModelGeometry:
-        """Reads a Hugging Face config object (transformers 5.5.2 to 5.24) or config.json as a dict, text or multimodal.
+        """Reads a Hugging Face config object (transformers 5.5.2 to 5.24) or config.json as a dict: of Gemma-4, text or
+        multimodal, of Qwen3 or of Llama.
 
         Raises UnsupportedModelError, naming the field, for other architectures, MoE, bidirectional attention, an attention
-        softcap, attention_k_eq_v, attention biases, no per-layer embeddings, and fields that contradict each other.
+        softcap, attention_k_eq_v, biases, no per-layer embeddings in a Gemma-4, sliding windows or rotary regimes that change
+        with the length in the others, and fields that contradict each other.
         """
-        found = text_fields(config)
+        found = fields_of(config)
+        return cls._dense(found) if found["model_type"] in DENSE else cls._gemma4(found)
+
+    @classmethod
+    def _dense(cls, found: dict[str, Any]) -> ModelGeometry:
+        rope, head_dim = found["rope_parameters"], found["head_dim"]
+        scaling = () if rope["rope_type"] == "default" else tuple(sorted((k, v) for k, v in rope.items() if k != "rope_theta"))
+        layers = tuple(
+            LayerGeometry(index=index, attention_type=FULL, num_heads=found["num_attention_heads"],
+                          num_kv_heads=found["num_key_value_heads"], head_dim=head_dim, window=None,
+                          mlp_width=found["intermediate_size"], kv_owner=index, scale=head_dim ** -0.5)
+            for index in range(found["num_hidden_layers"]))
+        return cls(
+            architecture=found["model_type"], vocab_size=found["vocab_size"], ple_vocab_size=0, hidden_size=found["hidden_size"],
+            ple_width=0, max_positions=found["max_position_embeddings"], norm_eps=found["rms_norm_eps"], final_softcap=None,
+            tied_head=found["tie_word_embeddings"], layers=layers,
+            rope={FULL: RopeGeometry(float(rope["rope_theta"]), head_dim, 1.0, scaling)}, placeholder_ids=frozenset(),
+            qk_norms=found["model_type"] == "qwen3")
+
+    @classmethod
+    def _gemma4(cls, found: dict[str, Any]) -> ModelGeometry:
         types, first_shared = found["layer_types"], found["num_hidden_layers"] - found["num_kv_shared_layers"]
         head_dims = {SLIDING: found["head_dim"], FULL: found["global_head_dim"]}
         layers = []
@@ -208,10 +124,11 @@ class ModelGeometry:
                 window=found["sliding_window"] if layer_type == SLIDING else None,
                 mlp_width=found["intermediate_size"] * (2 if shared and found["use_double_wide_mlp"] else 1),
                 kv_owner=max(i for i in range(first_shared) if types[i] == layer_type) if shared else index,
+                scale=SCALE,
             ))
         regimes = {t: found["rope_parameters"][t] for t in sorted(set(types))}
         return cls(
-            architecture=DEFAULTS["model_type"],
+            architecture="gemma4_text",
             vocab_size=found["vocab_size"],
             ple_vocab_size=found["vocab_size_per_layer_input"],
             hidden_size=found["hidden_size"],
@@ -259,11 +176,13 @@ class ModelGeometry:
         rest (with the head where it is not tied), and in total. Layer scalars are buffers and not counted."""
         h, p = self.hidden_size, self.ple_width
         rest = self.num_layers * p * h + p + h                      # prelude projection, its norm, the final norm
+        norms = 5 * h if p else 2 * h                               # of a layer
         for layer in self.layers:
             q, kv = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-            rest += 2 * q * h + layer.head_dim                      # q, o, q_norm
-            rest += 2 * kv * h + layer.head_dim if layer.owns_kv else 0
-            rest += 3 * layer.mlp_width * h + 2 * p * h + 5 * h     # MLP, PLE gate and projection, norms
+            head_norm = layer.head_dim if self.qk_norms else 0
+            rest += 2 * q * h + head_norm                           # q, o, q_norm
+            rest += 2 * kv * h + head_norm if layer.owns_kv else 0
+            rest += 3 * layer.mlp_width * h + 2 * p * h + norms     # MLP, PLE gate and projection, norms
         embed, table = self.vocab_size * h, self.ple_vocab_size * self.num_layers * p
         rest += 0 if self.tied_head else embed
         return {"ple_table": table, "embed": embed, "rest": rest, "total": table + embed + rest}
@@ -290,17 +209,20 @@ class ModelGeometry:
         return lines
 
     def assert_matches(self, text_model: Any) -> None:
-        """Raises UnsupportedModelError, listing what differs, unless the modules of `text_model` (a Gemma4TextModel) are
-        the ones this geometry describes. Widths are read from `out_features`, which quantised linears keep."""
+        """Raises UnsupportedModelError, listing what differs, unless the modules of `text_model` (a Gemma4TextModel,
+        Qwen3Model or LlamaModel) are the ones this geometry describes. Widths are read from `out_features`, which quantised
+        linears keep."""
         lines = [] if len(text_model.layers) == self.num_layers else [f"layers: {self.num_layers} and {len(text_model.layers)}"]
         for layer, module in zip(self.layers, text_model.layers):
             attn = module.self_attn
             has_k = hasattr(attn, "k_proj")
             pairs = {
                 "head_dim": (layer.head_dim, attn.head_dim),
-                "is_sliding": (layer.attention_type == SLIDING, attn.is_sliding),
-                "sliding_window": (layer.window, attn.sliding_window),
-                "is_kv_shared_layer": (not layer.owns_kv, attn.is_kv_shared_layer),
+                "is_sliding": (layer.attention_type == SLIDING, getattr(attn, "is_sliding", False)),
+                "sliding_window": (layer.window, getattr(attn, "sliding_window", None)),
+                "is_kv_shared_layer": (not layer.owns_kv, getattr(attn, "is_kv_shared_layer", False)),
+                "q_norm": (self.qk_norms, hasattr(attn, "q_norm")),
+                "scaling": (layer.scale, getattr(attn, "scaling", layer.scale)),
                 "owns k_proj": (layer.owns_kv, has_k),
                 "q_proj rows": (layer.num_heads * layer.head_dim, attn.q_proj.out_features),
                 "k_proj rows": (layer.num_kv_heads * layer.head_dim, attn.k_proj.out_features) if has_k else (0, 0),

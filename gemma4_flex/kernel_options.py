@@ -88,15 +88,16 @@ def choose(head_dim: int, phase: str, capability: tuple[int, int], shared_limit_
     return None
 
 
-def decode_layout(head_dim: int, rows: int) -> dict[str, int | bool]:
+def decode_layout(rows: int, *, windowed: bool, queries_a_key: int) -> dict[str, int | bool]:
     """How a GPU's decode attention over `rows` sequences is spread: chosen by counting launches (results/kernel_steps.md),
-    not by timing.
+    not by timing. queries_a_key: query heads to a K/V head.
 
-    One kernel without a combine step where a sequence has little to read (sliding layers, whose window is short) or there
-    are sequences enough to fill the card; else torch's decode kernel in eight splits, the most that its combine step adds
-    up in two launches (its own choice, 264 at one sequence, takes five).
+    One kernel without a combine step where a sequence has little to read (sliding layers, whose window is short), there are
+    sequences enough to fill the card, or torch's decode kernel cannot take the heads (it wants a power of two); else that
+    kernel in eight splits, the most that its combine step adds up in two launches (its own choice, 264 at one sequence, takes
+    five).
     """
-    if head_dim <= HEAD_DIMS[0] or rows >= 64:
+    if windowed or rows >= 64 or queries_a_key & (queries_a_key - 1):
         return {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": 16}
     return {"SPLIT_KV": 8}
 

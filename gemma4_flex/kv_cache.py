@@ -52,6 +52,15 @@ class KVGroup:
         for pool in (*self.keys.values(), *self.values.values()):
             pool.view(pool.shape[1], self.num_pages, self.page_size, pool.shape[3])[:, index] = 0
 
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole (source, destination) pages in every pool, as `PageTable.drain_copies` gives them: no page is both."""
+        if not pairs:
+            return
+        source, destination = torch.tensor(pairs).T.contiguous().to(self.table.device).unbind()
+        for pool in (*self.keys.values(), *self.values.values()):
+            pages = pool.view(pool.shape[1], self.num_pages, self.page_size, pool.shape[3])
+            pages[:, destination] = pages[:, source]
+
     def num_bytes(self) -> int:
         """Bytes of all pools, reserved page included."""
         return sum(pool.numel() * pool.element_size() for pool in (*self.keys.values(), *self.values.values()))

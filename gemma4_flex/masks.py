@@ -109,11 +109,14 @@ def page_mask(group: KVGroup, rows: Rows, *, pad_to: int = 0, list_whole: bool =
 
 
 def visible(table: Tensor, logical: Tensor, slots: Tensor, first: Tensor, page_size: int, window: int | None, *,
-            one_position: bool = False) -> Callable:
+            one_position: bool = False, flat: int | None = None) -> Callable:
     """A flex_attention mask_mod over the whole pool: key `kv` is seen by query `q` of row `b` when its page belongs to the
     row's sequence (the table lists it at its own logical place), it is not in the future, and it is inside the window.
-    `one_position`: all queries of a row stand at its first position."""
+    `one_position`: all queries of a row stand at its first position. `flat`: the queries of all rows, each so many wide, come one
+    after the other."""
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        if flat is not None:
+            b, q = q // flat, q % flat
         page = kv // page_size
         logical_page = logical[page]
         key_position = logical_page * page_size + kv % page_size

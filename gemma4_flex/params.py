@@ -276,8 +276,8 @@ class EngineConfig:
         object.__setattr__(self, name, dict(options))
 
     def resolved(self, device_type: str) -> EngineConfig:
-        """Return a config in which no field is None or "auto"; this one stays as it is. Of n_pages and gpu_memory_utilization,
-        one sizes the pools and the other is None.
+        """Return a config in which no field is None or "auto", but for fa4_prefill, which the card decides; this one stays as it
+        is. Of n_pages and gpu_memory_utilization, one sizes the pools and the other is None.
 
         device_type: "cuda" or "cpu", the best kind of device present; a `device` that was asked for by name wins
         over it, and "cuda" where there is none raises InvalidParameterError.
@@ -299,5 +299,4 @@ class EngineConfig:
             n_pages=self.n_pages or (None if self.gpu_memory_utilization else 1 + self.max_batch_size * pages_a_sequence),
             decode_kernel_options=self.decode_kernel_options or {},
             prefill_kernel_options=self.prefill_kernel_options or {},
-            fa4_prefill=bool(self.fa4_prefill),
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gemma4_flex.masks import Rows
-from gemma4_flex.models.gemma4 import StepInputs
+from gemma4_flex.models.walk import StepInputs
 from gemma4_flex.scheduler import Span
 
 

@@ -3,13 +3,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gemma4_flex.logprobs import Logprobs, TokenLogprob
 from gemma4_flex.sequence import Sequence
 from gemma4_flex.text import Detokenizer
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of one prompt. `token_ids` hold the stop token where one ended it; `text` does not."""
+    """What became of one sample of a prompt. `token_ids` hold the stop token where one ended it; `text` does not. `logprobs`
+    have an entry a token of `token_ids`, `prompt_logprobs` one a token of `prompt_ids` (the first is None), where asked for."""
     prompt_ids: list[int]
     token_ids: list[int]
     text: str
@@ -17,6 +19,9 @@ class Completion:
     num_preemptions: int
     epoch_started: int           # the engine's weight epoch at the first step and at the last token: equal unless the
     epoch_ended: int             # weights were updated in between with the policy "recompute"
+    sample: int = 0              # which of the prompt's n samples
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -35,20 +40,34 @@ class TokenEvent:
     token_id: int | None
     text: str
     finish_reason: str | None
+    logprob: TokenLogprob | None = None
 
 
 @dataclass
 class Request:
-    """A sequence with its text, and the weight epochs it was computed under; `submitted` is a `time.perf_counter`."""
+    """A sequence with its text, and the weight epochs it was computed under; `submitted` is a `time.perf_counter`. Samples of
+    one prompt share their `prompt_logprobs`."""
     sequence: Sequence
     detokenizer: Detokenizer
     submitted: float
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     epoch_started: int | None = None
     epoch_ended: int | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still to be computed."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs.raw) < len(self.sequence.prompt_ids)
+
+    def take_prompt(self, start: int, scored: list[TokenLogprob]) -> None:
+        """Log-probabilities of prompt tokens start, start + 1, ...; those there already, from before a preemption, stay."""
+        for one in scored[len(self.prompt_logprobs.raw) - start:]:
+            self.prompt_logprobs.append(one, self.sequence.params.prompt_logprobs)
 
     def completion(self, epoch: int) -> Completion:
         """The finished request's completion; `epoch` stands for steps it never had."""
         started, ended = (epoch if e is None else e for e in (self.epoch_started, self.epoch_ended))
         s = self.sequence
         return Completion(list(s.prompt_ids), list(s.output_ids), self.detokenizer.text, s.finish_reason, s.num_preemptions,
-                          started, ended)
+                          started, ended, s.sample, self.logprobs, self.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings of both attention types.
+"""Rotary position embeddings.
 
 Angles are fp32 products of position and frequency, cos and sin are taken in fp32 and rounded once to the model dtype.
 T: tokens, H: heads, D: head_dim.
@@ -24,11 +24,14 @@ def inverse_frequencies(rope: RopeGeometry, device: torch.device | str) -> Tenso
     return frequencies.to(device)
 
 
-def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Two [T, D] tables in `dtype` for absolute `positions` [T]."""
+def cos_sin(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Two [T, D] tables in `dtype` for absolute `positions` [T], times the attention `scaling` of the rotary regime (YaRN)."""
     angles = positions[:, None].float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    if scaling != 1.0:
+        cos, sin = cos * scaling, sin * scaling
+    return cos.to(dtype), sin.to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

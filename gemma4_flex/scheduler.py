@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gemma4_flex.page_table import PageTable
+from gemma4_flex.prefix import Match, Prefixes
 from gemma4_flex.sequence import Sequence
 
 
@@ -59,13 +60,16 @@ class Scheduler:
     max_seq_length: most tokens of a sequence, prompt and output.
     max_prefill_tokens: most tokens prefilled in one step, over all sequences.
     decode_steps: most decode steps planned in a row.
+    prefix_cache: whether a sequence may take over what others computed that began alike; samples of one group always may.
+    prefix_hit_tokens, group_hit_tokens: tokens that were so taken over, and never computed.
+    pages_shared: pages that were taken over and not allocated, by attention type.
 
-    A step is `plan`, then the device's work, then `complete`. A plan that is dropped can be made again.
+    A step is `plan`, then the device's work (page copies first), then `complete`. A plan that is dropped can be made again.
     """
 
     def __init__(
         self, tables: Mapping[str, PageTable], *, max_batch_size: int, max_seq_length: int, max_prefill_tokens: int,
-        decode_steps: int = 1,
+        decode_steps: int = 1, prefix_cache: bool = False,
     ) -> None:
         for table in tables.values():
             assert table.num_slots == max_batch_size + 1, "a table has one slot a sequence and the reserved slot 0"
@@ -78,7 +82,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.num_preemptions = 0
         self._tables = tuple(tables.values())
-        self._smallest_page = min(table.page_size for table in self._tables)
+        self._page_size = self._tables[0].page_size
+        assert all(table.page_size == self._page_size for table in self._tables), "all groups have pages of one size"
+        self._prefixes = Prefixes(tables, prefix_cache=prefix_cache)
         self._free_slots = list(range(max_batch_size, 0, -1))
         self._unfinished: dict[int, Sequence] = {}  # running and waiting, by request_id
 
@@ -90,6 +96,18 @@ class Scheduler:
     def has_started(self) -> bool:
         """Whether a request that ran, now or before it was preempted, is unfinished. Such requests come first in line."""
         return bool(self.running or (self.waiting and self.waiting[0].num_preemptions))
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        return self._prefixes.prefix_hit_tokens
+
+    @property
+    def group_hit_tokens(self) -> int:
+        return self._prefixes.group_hit_tokens
+
+    @property
+    def pages_shared(self) -> dict[str, int]:
+        return dict(self._prefixes.pages_shared)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises RequestRefusedError if it could never run, before anything has changed."""
@@ -114,13 +132,15 @@ class Scheduler:
                 )
         self._unfinished[sequence.request_id] = sequence
         self.waiting.append(sequence)
+        self._prefixes.queued(sequence)
 
     def plan(self, *, only_started: bool = False) -> StepPlan:
         """Pick the next step's work and allocate its pages.
 
         Decoding sequences come first and keep their next page, if need be at the cost of the youngest. Then prefill,
         up to max_prefill_tokens: of running sequences, then of waiting ones while slots and pages allow; with
-        `only_started`, of those alone that ran before and were preempted.
+        `only_started`, of those alone that ran before and were preempted. A sequence of which others computed all but the
+        last token decodes at once.
         """
         decode: list[Sequence] = []
         prefilling: list[Sequence] = []
@@ -131,7 +151,7 @@ class Scheduler:
                 prefilling.append(sequence)
             elif self._keep_next_page(sequence, preempted):
                 decode.append(sequence)
-        prefill = self._plan_prefill(prefilling, may_admit=not preempted, only_started=only_started)
+        prefill = self._plan_prefill(prefilling, decode, may_admit=not preempted, only_started=only_started)
         assert decode or prefill or not (self.has_started if only_started else self.has_work), "a step must advance something"
         steps = 1 if prefill or not decode else self._plan_ahead(decode)
         return StepPlan(prefill=tuple(prefill), decode=tuple(decode), preempted=tuple(preempted), steps=steps)
@@ -158,6 +178,7 @@ class Scheduler:
         tokens: next token by request_id, of every decoding sequence and every span that wants logits.
         Sequences that were finished or aborted while the step ran are passed over.
         """
+        assert not any(table.num_copies for table in self._tables), "the step ran before its page copies were made"
         for span in plan.prefill:
             self._advance(span.sequence, span.count, tokens if span.wants_logits else None)
         for sequence in plan.decode:
@@ -172,6 +193,7 @@ class Scheduler:
         sequence.finish_reason = reason
         if sequence.slot is None:
             self.waiting.remove(sequence)
+            self._prefixes.withdrawn(sequence)
         else:
             self.running.remove(sequence)
             self._vacate(sequence)
@@ -184,7 +206,7 @@ class Scheduler:
     def _keep_next_page(self, sequence: Sequence, preempted: list[Sequence]) -> bool:
         """Hold the page of a decoding sequence's last token; False if the sequence itself had to give way."""
         # Every earlier position is held, so only the first position of a page needs a new one.
-        if sequence.num_computed % self._smallest_page:
+        if sequence.num_computed % self._page_size:
             return True
         upto = sequence.num_computed + 1
         while any(table.pages_needed(sequence.slot, upto) > table.num_free for table in self._tables):
@@ -201,6 +223,10 @@ class Scheduler:
         while self.running:
             self._preempt_last()
 
+    def forget_prefixes(self, epoch: int) -> None:
+        """The weights are those of `epoch` now: nothing that was computed before is taken over from here on."""
+        self._prefixes.forget(epoch, self._unfinished.values())
+
     def _preempt_youngest(self) -> Sequence:
         assert len(self.running) > 1, "a sequence alone always fits, or `add` would have refused it"
         return self._preempt_last()
@@ -216,10 +242,14 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(sequence)
+        self._prefixes.queued(sequence)
         return sequence
 
-    def _plan_prefill(self, prefilling: list[Sequence], *, may_admit: bool, only_started: bool) -> list[Span]:
-        """Spans for the sequences in `prefilling`, then for waiting ones that can be admitted."""
+    def _plan_prefill(
+        self, prefilling: list[Sequence], decode: list[Sequence], *, may_admit: bool, only_started: bool
+    ) -> list[Span]:
+        """Spans for the sequences in `prefilling`, then for waiting ones that can be admitted; of those, the ones that have
+        nothing to prefill go to `decode`."""
         spans: list[Span] = []
         budget = self.max_prefill_tokens
         queue = deque(prefilling)
@@ -227,8 +257,13 @@ class Scheduler:
             if queue:
                 sequence = queue.popleft()
             # A sequence admitted right after a preemption would take the very pages that were missing.
-            elif may_admit and self._can_admit_next(budget, only_started):
-                sequence = self._admit_next()
+            elif may_admit and (match := self._next_admission(budget, only_started)) is not None:
+                sequence = self._admit_next(match)
+                if match.cut and sequence.is_decoding:
+                    for table in self._tables:
+                        table.extend(sequence.slot, sequence.num_tokens)
+                    decode.append(sequence)
+                    continue
             else:
                 break
             span = self._next_span(sequence, budget)
@@ -238,25 +273,30 @@ class Scheduler:
             budget -= span.count
         return spans
 
-    def _can_admit_next(self, budget: int, only_started: bool = False) -> bool:
+    def _next_admission(self, budget: int, only_started: bool = False) -> Match | None:
+        """What the first waiting sequence takes over, if it can be admitted; None if not."""
         if not self.waiting or not self._free_slots or (only_started and not self.waiting[0].num_preemptions):
-            return False
-        if not self.running:
-            return True  # alone it fits, or `add` would have refused it
+            return None
         sequence = self.waiting[0]
+        if self._prefixes.must_wait(sequence):
+            return None
+        match = self._prefixes.match(sequence)
+        if not self.running:
+            return match  # alone it fits, or `add` would have refused it
         most = len(sequence.prompt_ids) + sequence.max_output - 1      # the last token is returned, never computed
         for table in self._tables:
-            upto = sequence.num_tokens if table.window is None else min(sequence.num_tokens, budget)
+            upto = sequence.num_tokens if table.window is None else min(sequence.num_tokens, match.cut + budget)
             # One page of headroom, if it will ever need one: without it the next page crossing would preempt what was just
             # admitted.
-            if -(-min(upto + table.page_size, most) // table.page_size) > table.num_free:
-                return False
-        return True
+            if table.cost(match.keys, match.cut, min(upto + table.page_size, most)) > table.num_free:
+                return None
+        return match
 
-    def _admit_next(self) -> Sequence:
+    def _admit_next(self, match: Match) -> Sequence:
         sequence = self.waiting.popleft()
         sequence.slot = self._free_slots.pop()
         self.running.append(sequence)
+        self._prefixes.admitted(sequence, match)
         return sequence
 
     def _next_span(self, sequence: Sequence, budget: int) -> Span | None:
@@ -273,6 +313,8 @@ class Scheduler:
         if sequence.slot is None:
             return  # it ended while the step ran
         sequence.num_computed += count
+        if sequence.num_computed >= sequence.publish_at:
+            self._prefixes.publish(sequence)
         if tokens is not None:
             sequence.append(tokens[sequence.request_id])
             if sequence.finish_reason is not None:
@@ -287,4 +329,5 @@ class Scheduler:
         for table in self._tables:
             table.release(sequence.slot)
         self._free_slots.append(sequence.slot)
+        self._prefixes.left(sequence)
         sequence.slot = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gemma4_flex.params import SamplingParams
+from gemma4_flex.prefix import NEVER, Chain, Group
 
 
 class Sequence:
@@ -15,6 +16,10 @@ class Sequence:
     num_computed: tokens whose K/V is in the cache, always the first ones.
     finish_reason: None while unfinished, then "stop", "length", "abort" or what `Scheduler.finish` was told.
     num_preemptions: how often its pages were taken back.
+    group, sample: the samples of its prompt and which of them it is; None and 0 for one alone.
+    num_cached: tokens that were not computed when it was last admitted, because others had.
+    chain, num_published, publish_at: keys of its pages, how many of those that are whole it need not publish any more, and the
+        num_computed at which it has something to publish (see `Prefixes`).
     """
 
     def __init__(
@@ -25,6 +30,8 @@ class Sequence:
         *,
         stop_ids: frozenset[int],
         max_seq_length: int,
+        group: Group | None = None,
+        sample: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = list(prompt_ids)
@@ -37,6 +44,12 @@ class Sequence:
         self.num_computed = 0
         self.finish_reason: str | None = None
         self.num_preemptions = 0
+        self.group = group
+        self.sample = sample
+        self.num_cached = 0
+        self.chain: Chain | None = None
+        self.num_published = 0
+        self.publish_at = NEVER
 
     @property
     def token_ids(self) -> list[int]:
@@ -59,6 +72,11 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def must_compute_prompt(self) -> bool:
+        """Whether no token of it may be taken over: log-probabilities of its prompt are wanted, which the first sample gives."""
+        return self.params.prompt_logprobs is not None and self.sample == 0
 
     @property
     def bans_stops(self) -> bool:

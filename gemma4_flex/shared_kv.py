@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gemma4_flex.attention import GatherPlan, grouped_sdpa, see
 from gemma4_flex.geometry import ModelGeometry
+from gemma4_flex.kv_cache import KVGroup
 from gemma4_flex.masks import Rows
 
 
@@ -20,6 +21,7 @@ class Sidecar:
     def __init__(self, geometry: ModelGeometry, num_slots: int, max_seq_length: int, page_size: int, dtype: torch.dtype,
                  device: torch.device | str):
         read = sorted({layer.kv_owner for layer in geometry.layers if not layer.owns_kv})
+        self.owners = {kind: [i for i in read if geometry.layers[i].attention_type == kind] for kind in geometry.attention_types}
         self.windows = {geometry.layers[i].attention_type: geometry.layers[i].window for i in read}
         self.page_size = page_size
         self.max_seq_length = max_seq_length = -(-max_seq_length // page_size) * page_size      # whole pages, as the pools
@@ -38,6 +40,18 @@ class Sidecar:
         """Store an owner's [T, kv_heads, D] keys and values in its buffers."""
         for buffer, rows in zip(buffers, (keys, values)):
             buffer[slots, :, positions] = rows
+
+    def load(self, attention_type: str, slot: int, held: list[tuple[int, int]], group: KVGroup) -> None:
+        """Fill a slot from the (logical, physical) pages of `group` that it holds: for pages that it took over, and so never
+        wrote."""
+        if not held or not self.owners[attention_type]:
+            return
+        logical, page = torch.tensor(held).T.contiguous().to(group.table.device).unbind()
+        for buffers, pools in ((self.keys, group.keys), (self.values, group.values)):
+            for owner in self.owners[attention_type]:
+                buffer, pool = buffers[owner], pools[owner]
+                rows = buffer[slot].unflatten(1, (-1, self.page_size))
+                rows[:, logical] = pool.view(pool.shape[1], -1, self.page_size, pool.shape[3])[:, page]
 
     def plan(self, attention_type: str, rows: Rows) -> GatherPlan:
         """Positions in view of each row: the window's for sliding layers, all for full ones; `pool_rows` are positions."""

@@ -14,7 +14,7 @@ def pool_pages(geometry: ModelGeometry, config: EngineConfig, full_pages: int) -
     return {kind: full_pages if window is None else sliding_pool_pages(
         window=window, page_size=config.page_size, max_batch_size=config.max_batch_size,
         max_prefill_tokens=config.max_prefill_tokens, max_seq_length=config.max_seq_length,
-        decode_steps=config.decode_steps_per_sync) for kind, window in windows.items()}
+        decode_steps=config.decode_steps_per_sync, prefix_cache=config.prefix_cache) for kind, window in windows.items()}
 
 
 def pool_bytes(geometry: ModelGeometry, config: EngineConfig, full_pages: int, bytes_per_element: int) -> int:

@@ -1,7 +1,8 @@
 """Between text and token ids: prompts in, completions out."""
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable, Sequence as Seq
+from itertools import pairwise
 
 REPLACEMENT = "\ufffd"      # what a decoder shows for bytes that are not a whole character yet
 
@@ -64,11 +65,19 @@ def _encode_chat(messages: Seq[dict], tokenizer) -> list[int]:
     except Exception as error:      # a template may raise anything; to a caller it all means this
         raise PromptError(f"the chat template does not take these messages: {error}") from error
     ids = _tokenize(text, tokenizer)
-    bos = tokenizer.bos_token_id
-    if bos is not None and ids.count(bos) != 1:
-        raise PromptError(f"the rendered chat holds {ids.count(bos)} BOS tokens and must hold exactly one: "
+    count = ids.count(tokenizer.bos_token_id)
+    if tokenizer.bos_token_id is not None and (not count or misplaced_bos(ids, tokenizer, (m.get("content") for m in messages))):
+        raise PromptError(f"the rendered chat holds {count} BOS tokens and must hold what the template itself writes: "
                           "leave the BOS text out of the messages.")
     return ids
+
+
+def misplaced_bos(ids: Seq[int], tokenizer, contents: Iterable[object]) -> bool:
+    """Whether rendered `ids` hold a BOS that does not belong: a second one after the first, or one out of the `contents`. Some
+    templates (ChatML's) begin every turn with the BOS: those belong."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return bos is not None and (any(pair == (bos, bos) for pair in pairwise(ids)) or
+                                any(tokenizer.bos_token in str(content) for content in contents))
 
 
 def _tokenize(text: str, tokenizer) -> list[int]:

@@ -27,7 +27,7 @@ def trace(scheduler: Scheduler, runner: Runner, sequence: Sequence, forced_ids: 
             plan, record = scheduler.plan(), []
             wants = bool(plan.decode) or any(span.wants_logits for span in plan.prefill)
             run, work = (runner.decode, plan.decode) if plan.decode else (runner.prefill, plan.prefill)
-            _, rows = run(work, record)
+            rows = run(work, record).logits
             if wants:
                 streams.append(torch.stack([stream[:1] for stream in record]))
                 logits.append(rows[:1].float().clone())

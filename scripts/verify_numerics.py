@@ -69,6 +69,9 @@ def main(argv: list[str] | None = None) -> int:
         device = config.resolved("cuda" if torch.cuda.is_available() else "cpu").device
         make_folder(args.out)
         loaded = load_text_model(args.model_name, dtype=getattr(torch, args.dtype), device=device, seed=args.seed)
+        if not loaded.geometry.ple_width:
+            raise UnsupportedModelError(f"{args.model_name} is a {loaded.geometry.architecture} model, and the float64 reference "
+                                        "is Gemma-4's: scripts/verify_real.py sets a Llama beside transformers")
     except (CheckpointError, InvalidParameterError, StatsPathError, UnsupportedModelError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,6 +6,7 @@ import random
 
 from gemma4_flex.page_table import PageTable, sliding_pool_pages
 from gemma4_flex.params import SamplingParams
+from gemma4_flex.prefix import Group
 from gemma4_flex.scheduler import Scheduler, StepPlan
 from gemma4_flex.sequence import Sequence
 
@@ -13,9 +14,9 @@ PAGE, WINDOW, VOCAB, STOP = 4, 6, 50, 1
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def next_token(keys: list[int], window: list[int]) -> int:
-    """The fake model: the next token depends on every key in sight, on their order and on the window's extent."""
-    state = len(window)
+def next_token(keys: list[int], window: list[int], sample: int = 0) -> int:
+    """The fake model: the next token depends on every key in sight, on their order, on the window's extent and on the sample."""
+    state = len(window) + 1000 * sample
     for key in keys:
         state = (state * 31 + key + 7) % 1_000_003
     for key in window:
@@ -23,29 +24,41 @@ def next_token(keys: list[int], window: list[int]) -> int:
     return state % VOCAB
 
 
-def solo_run(prompt: list[int], params: SamplingParams, max_seq_length: int) -> tuple[list[int], str]:
+def solo_run(prompt: list[int], params: SamplingParams, max_seq_length: int, sample: int = 0) -> tuple[list[int], str]:
     """What a request gives with no scheduler, no pages and no neighbours."""
     sequence = Sequence(0, prompt, params, stop_ids=frozenset({STOP}), max_seq_length=max_seq_length)
     while not sequence.is_finished:
         tokens = sequence.token_ids
-        sequence.append(next_token(tokens, tokens[-WINDOW:]))
+        sequence.append(next_token(tokens, tokens[-WINDOW:], sample))
     return sequence.output_ids, sequence.finish_reason
 
 
-class FakeDevice:
-    """Pools and page tables as a device has them; all it knows of pages comes from drain_changes.
+def lineage(tokens: list[int], epoch: int) -> list[int]:
+    """What decides the K/V of each position: the weights and every token up to it."""
+    found = [hash(("epoch", epoch))]
+    for token in tokens:
+        found.append(hash((found[-1], token)))
+    return found[1:]
 
-    A pool cell keeps who wrote it, where and what, so a query that reads another's key, a stale one or none fails.
+
+class FakeDevice:
+    """Pools and page tables as a device has them; all it knows of pages comes from drain_changes and drain_copies.
+
+    A pool cell keeps what decides its K/V, so that a query that reads another's key, a stale one or none fails. `dense` is a
+    copy by slot, as the sidecar keeps it, which knows of pages taken over from drain_adopted.
     """
 
     def __init__(self, tables: dict[str, PageTable]) -> None:
         self.tables = tables
         self.mirror = {kind: {} for kind in tables}
         self.pool = {kind: {} for kind in tables}
-        self.num_rows = 0
+        self.dense = {kind: {} for kind in tables}
+        self.epoch = 0
+        self.num_rows = self.num_copies = 0
 
     def sync(self) -> None:
         for kind, table in self.tables.items():
+            table.check()
             for slot, logical, page in table.drain_changes():
                 if page:
                     self.mirror[kind][slot, logical] = page
@@ -53,6 +66,14 @@ class FakeDevice:
                     self.mirror[kind].pop((slot, logical), None)
             held = {(s, logical): page for s in range(table.num_slots) for logical, page in table.held(s)}
             assert self.mirror[kind] == held
+            pool = self.pool[kind]
+            for source, destination in table.drain_copies():
+                self.num_copies += 1
+                for i in range(PAGE):
+                    pool[destination, i] = pool.get((source, i))
+            for slot in table.drain_adopted():
+                for logical, page in table.held(slot):
+                    self.dense[kind] |= {(slot, logical * PAGE + i): pool.get((page, i)) for i in range(PAGE)}
             table.check()
 
     def run(self, plan) -> list[dict[int, int]]:
@@ -85,21 +106,24 @@ class FakeDevice:
         for sequence, start, count, _, drawn in rows:
             tokens = sequence.token_ids + drawn
             assert sequence.num_computed + len(drawn) == start
+            known = lineage(tokens, self.epoch)
             for position in range(start, start + count):
                 for kind in self.tables:
                     cell = self.cell(kind, sequence, position)
                     assert cell not in written[kind]
+                    assert self.tables[kind]._owners[cell[0]] == 1, "a page that others hold was written"
                     written[kind].add(cell)
-                    self.pool[kind][cell] = (sequence.request_id, position, tokens[position])
+                    self.pool[kind][cell] = self.dense[kind][sequence.slot, position] = known[position], tokens[position]
         result = {}
         for sequence, start, count, wants_logits, drawn in rows:
             self.num_rows += count
+            known = lineage(sequence.token_ids + drawn, self.epoch)
             for query in range(start, start + count):
-                keys = self.read(FULL, sequence, range(query + 1))
-                window = self.read(SLIDING, sequence, range(max(0, query - WINDOW + 1), query + 1))
+                keys = self.read(FULL, sequence, range(query + 1), known)
+                window = self.read(SLIDING, sequence, range(max(0, query - WINDOW + 1), query + 1), known)
             assert keys == (sequence.token_ids + drawn)[: start + count]
             if wants_logits:
-                result[sequence.request_id] = next_token(keys, window)
+                result[sequence.request_id] = next_token(keys, window, sequence.sample)
         return result
 
     def cell(self, kind: str, sequence: Sequence, position: int) -> tuple[int, int]:
@@ -107,16 +131,18 @@ class FakeDevice:
         assert page != 0
         return page, position % PAGE
 
-    def read(self, kind: str, sequence: Sequence, positions: range) -> list[int]:
+    def read(self, kind: str, sequence: Sequence, positions: range, known: list[int]) -> list[int]:
         cells = [self.pool[kind][self.cell(kind, sequence, position)] for position in positions]
-        assert [cell[:2] for cell in cells] == [(sequence.request_id, position) for position in positions]
-        return [cell[2] for cell in cells]
+        assert [cell[0] for cell in cells] == [known[position] for position in positions]
+        assert cells == [self.dense[kind][sequence.slot, position] for position in positions]
+        return [cell[1] for cell in cells]
 
 
 class Rig:
     """A scheduler over two groups with the fake device, checked at every step."""
 
-    def __init__(self, *, full_pages=40, sliding_pages=None, batch=4, max_seq_length=64, budget=16, decode_steps=1) -> None:
+    def __init__(self, *, full_pages=40, sliding_pages=None, batch=4, max_seq_length=64, budget=16, decode_steps=1,
+                 prefix_cache=False) -> None:
         self.max_seq_length = max_seq_length
         self.decode_steps = decode_steps
         if sliding_pages is None:
@@ -127,6 +153,7 @@ class Rig:
                 max_prefill_tokens=budget,
                 max_seq_length=max_seq_length,
                 decode_steps=decode_steps,
+                prefix_cache=prefix_cache,
             )
         sizes = {FULL: (full_pages, None), SLIDING: (sliding_pages, WINDOW)}
         self.tables = {
@@ -142,26 +169,43 @@ class Rig:
         }
         self.scheduler = Scheduler(
             self.tables, max_batch_size=batch, max_seq_length=max_seq_length, max_prefill_tokens=budget,
-            decode_steps=decode_steps,
+            decode_steps=decode_steps, prefix_cache=prefix_cache,
         )
+        self.prefix_cache = prefix_cache
         self.device = FakeDevice(self.tables)
         self.sequences: list[Sequence] = []
+        self.num_lost = 0      # tokens that were computed or taken over, and whose pages were then taken back
 
-    def add(self, prompt: list[int], **params) -> Sequence:
+    def add_group(self, prompt: list[int], n: int, **params) -> list[Sequence]:
+        group = Group(len(self.sequences))
+        return [self.add(prompt, group, sample, **params) for sample in range(n)]
+
+    def add(self, prompt: list[int], group: Group | None = None, sample: int = 0, **params) -> Sequence:
         sequence = Sequence(
             len(self.sequences),
             prompt,
             SamplingParams(**params),
             stop_ids=frozenset({STOP}),
             max_seq_length=self.max_seq_length,
+            group=group,
+            sample=sample,
         )
         self.scheduler.add(sequence)
         self.sequences.append(sequence)
         return sequence
 
+    def refresh(self) -> None:
+        """New weights: what runs keeps its tokens and computes all K/V anew."""
+        self.num_lost += sum(sequence.num_computed for sequence in self.scheduler.running)
+        self.scheduler.preempt_all()
+        self.device.epoch += 1
+        self.scheduler.forget_prefixes(self.device.epoch)
+
     def step(self, meanwhile=lambda: None):
         scheduler = self.scheduler
+        computed = {sequence: sequence.num_computed for sequence in scheduler.running}
         plan = scheduler.plan()
+        self.num_lost += sum(computed[sequence] for sequence in plan.preempted)
         self.check_plan(plan)
         results = self.device.run(plan)
         meanwhile()
@@ -211,17 +255,28 @@ class Rig:
         while self.scheduler.has_work:
             self.step()
 
+    @property
+    def num_hits(self) -> int:
+        return self.scheduler.prefix_hit_tokens + self.scheduler.group_hit_tokens
+
+    def check_tokens_add_up(self) -> None:
+        """Every token was either computed or taken over, each as often as it was wanted; unless a step's work was thrown away."""
+        assert self.device.num_rows + self.num_hits == sum(s.num_computed for s in self.sequences) + self.num_lost
+
     def check_end(self) -> None:
         """Every request ended with exactly its solo tokens, or what it had of them when aborted; nothing is held."""
         for sequence in self.sequences:
-            output, reason = solo_run(sequence.prompt_ids, sequence.params, self.max_seq_length)
+            output, reason = solo_run(sequence.prompt_ids, sequence.params, self.max_seq_length, sequence.sample)
             if sequence.finish_reason == "abort":
                 assert sequence.output_ids == output[: len(sequence.output_ids)]
             else:
                 assert (sequence.output_ids, sequence.finish_reason) == (output, reason)
         self.device.sync()
         assert not any(self.device.mirror.values())
-        assert all(table.num_free == table.n_pages - 1 for table in self.tables.values())
+        for table in self.tables.values():
+            table.check()
+            assert table.num_free == table.n_pages - 1
+            assert self.prefix_cache or len(table.free_pages) == table.n_pages - 1, "a group's pages are kept without need"
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

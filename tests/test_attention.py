@@ -1,4 +1,4 @@
-"""Every path to attention over pages is softmax(q k^T) v, unscaled, wherever the pages lie."""
+"""Every path to attention over pages is softmax(scale q k^T) v, wherever the pages lie; the scale is 1 unless given."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ def uncompiled(monkeypatch):
     monkeypatch.setattr(attention, "_compiled_flex", lambda: attention._flex)
 
 
-def attend(name: str, filled: Filled, rows, q):
+def attend(name: str, filled: Filled, rows, q, *scale: float):
     backend = PagedBackend(name.removeprefix("gathered "), filled.group, {"decode": None, "prefill": None})
     backend.on_cpu = not name.startswith("gathered")      # on a CPU, sdpa takes prefill rows one by one
-    return backend.attend(q, filled.group.keys[0], filled.group.values[0], rows, backend.plan(rows), 0, {})
+    return backend.attend(q, filled.group.keys[0], filled.group.values[0], rows, backend.plan(rows), 0, {}, *scale)
 
 
-def error(name: str, filled: Filled, rows, heads: int = 4) -> float:
-    """Largest difference from attention written out in float64."""
+def error(name: str, filled: Filled, rows, heads: int = 4, *, scale: float | None = None, wanted: float = 1.0) -> float:
+    """Largest difference from attention of the scale `wanted` written out in float64."""
     q = random_queries(rows, heads=heads, head_dim=filled.keys[next(iter(filled.keys))].shape[2])
-    return (attend(name, filled, rows, q).double() - written_out(q, filled, rows)).abs().max().item()
+    given = () if scale is None else (scale,)
+    return (attend(name, filled, rows, q, *given).double() - written_out(q.double() * wanted, filled, rows)).abs().max().item()
 
 
 # ---- the same number on every path --------------------------------------------------------------------------------
@@ -69,11 +70,12 @@ def test_every_head_size_window_and_group_is_attention_written_out(backend, shap
 
 @pytest.mark.parametrize("head_dim", [16, 32])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_scale_of_one_over_root_head_dim_is_caught(backend, head_dim, uncompiled, monkeypatch):
-    monkeypatch.setattr(attention, "SCALE", head_dim**-0.5)       # what leaving `scale=` out would do
-    filled = filled_group({2: 19}, head_dim=head_dim)
-    assert error(backend, filled, decode_rows({2: 18})) > 100 * TOLERANCE
-    assert error(backend, filled, prefill_rows([(2, 12, 7)], width=8)) > 100 * TOLERANCE
+def test_the_scale_is_the_callers_and_one_over_root_head_dim_is_not_one(backend, head_dim, uncompiled):
+    filled, scale = filled_group({2: 19}, head_dim=head_dim), head_dim**-0.5
+    for rows in (decode_rows({2: 18}), prefill_rows([(2, 12, 7)], width=8)):
+        assert error(backend, filled, rows, scale=scale, wanted=scale) < TOLERANCE
+        assert error(backend, filled, rows, scale=scale) > 100 * TOLERANCE
+        assert error(backend, filled, rows, wanted=scale) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("page_size", [64, 128])

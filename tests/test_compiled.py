@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_flatten
 
 from gemma4_flex import runner as runner_module
 from gemma4_flex.compiled import CompilePlan, Regions, compile_obstacle
+from gemma4_flex.draws import GREEDY
 from gemma4_flex.engine import FlexEngine
-from gemma4_flex.models.gemma4 import lay_side_by_side
+from gemma4_flex.models.projections import lay_side_by_side
 from gemma4_flex.step_graph import CaptureError
 from gemma4_flex.verify.numerics import consult, judge, run_engine
 from tests.engines import assert_all_free, greedy, hf_generate, hf_logits, make_engine, pages_hash, some_prompts, tokens_of
@@ -220,7 +221,7 @@ def test_compiled_padding_rows_touch_the_reserved_page_alone(engine):
     engine.runner.state.fill([], 2)
     for columns in engine.runner.column_buckets:
         engine.runner._decode_step(2, columns)
-        engine.runner.graphs[2, columns].replay()
+        engine.runner.graphs[2, columns, GREEDY].replay()
     assert pages_hash(engine, but=reserved) == before
     assert pages_hash(engine) != pages_hash(engine, but=reserved)
 

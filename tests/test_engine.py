@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from gemma4_flex.draws import GREEDY
 from gemma4_flex.engine import FlexEngine, model_stop_ids
 from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
 from gemma4_flex.text import PromptError
@@ -590,7 +591,7 @@ def test_without_a_tokenizer_ids_run_and_stop_strings_are_refused(model):
 @pytest.mark.parametrize(("settings", "error", "match"), [
     ({"dtype": "bfloat16"}, ValueError, "the model is in float32"),
     ({"device": "cuda"}, ValueError, "the model is on cpu"),
-    ({"fa4_prefill": True}, ValueError, "FlashAttention 4 stops at head_dim 128"),
+    ({"fa4_prefill": True}, ValueError, "FlashAttention-4 cannot run here: it needs a Hopper or Blackwell GPU"),
 ])
 def test_settings_that_do_not_fit_the_model_are_refused(model, settings, error, match):
     with pytest.raises(error, match=match):
@@ -844,7 +845,7 @@ def test_kernels_and_captures_are_made_once_and_only_when_there_is_something_to_
     while engine.has_work:
         engine.step()
     graphs = dict(engine.runner.graphs)
-    assert {*graphs} == {(1, columns) for columns in engine.runner.column_buckets}
+    assert {*graphs} == {(1, columns, GREEDY) for columns in engine.runner.column_buckets}
     assert (engine.stats.steps_replayed, engine.stats.steps_eager) == (1, 0)
     tokens_of(engine, PROMPTS[:1], 2)
     assert engine.runner.graphs == graphs

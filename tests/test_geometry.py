@@ -20,6 +20,7 @@ from gemma4_flex.geometry import (
     plain_config,
     text_fields,
 )
+from tests.dense import dense_config, dense_model
 from tests.tiny import tiny_config, tiny_model
 
 E2B, E4B = published_geometry("E2B"), published_geometry("E4B")
@@ -197,7 +198,7 @@ def test_an_object_config_is_read_through_to_dict_alone():
     ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input"),
     ({"hidden_activation": "silu"}, "hidden_activation='silu'"),
     ({"architectures": ["Gemma3ForCausalLM"]}, "Gemma3ForCausalLM"),
-    ({"architectures": None, "model_type": "qwen3"}, "qwen3"),
+    ({"architectures": None, "model_type": "mistral"}, "mistral"),
     ({"architectures": ["Gemma4AssistantForCausalLM"]}, "Gemma4AssistantForCausalLM"),
     ({"model_type": None, "architectures": None}, "model_type None"),
     ({"num_kv_shared_layers": 6}, "num_kv_shared_layers=6"),
@@ -256,3 +257,71 @@ def test_geometry_imports_neither_torch_nor_transformers():
             "spec.loader.exec_module(module)\n"
             "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code, sys.modules[ModelGeometry.__module__].__file__], check=True)
+
+
+# ---- Qwen3 and Llama ----------------------------------------------------------------------------------------------
+
+QWEN3, LLAMA = (json.loads(PUBLISHED[name].read_text()) for name in ("Qwen3-0.6B", "Llama-3.2-1B"))
+
+
+@pytest.mark.parametrize(("config", "total", "head_dim", "qk_norms"), [
+    (QWEN3, 596_049_920, 128, True), (LLAMA, 1_235_814_400, 64, False)])
+def test_a_dense_models_geometry_is_one_kind_of_layer_that_owns_its_keys(config, total, head_dim, qk_norms):
+    geometry = ModelGeometry.from_config(config)
+    assert geometry.attention_types == (FULL,) and geometry.first_shared == geometry.num_layers == config["num_hidden_layers"]
+    assert geometry.owners(FULL) == tuple(range(geometry.num_layers))
+    assert {(la.head_dim, la.scale, la.window, la.num_kv_heads) for la in geometry.layers} == {(head_dim, head_dim**-0.5, None, 8)}
+    assert geometry.qk_norms == qk_norms and geometry.final_softcap is None and not geometry.ple_width
+    assert geometry.parameter_count()["total"] == total
+    # tied: the head is the embedding, read once
+    assert geometry.step_weight_bytes(2) == 2 * total
+    assert geometry.kv_bytes_per_token(2) == {FULL: geometry.num_layers * 2 * 8 * head_dim * 2}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_dense_models_parameters_are_counted_as_its_modules_hold_them(architecture, tied):
+    model = dense_model(architecture, tie_word_embeddings=tied)
+    geometry = ModelGeometry.from_config(model.config)
+    geometry.assert_matches(model.model)
+    held = {id(p): p.numel() for p in model.parameters()}
+    assert geometry.parameter_count()["total"] == sum(held.values())
+    assert geometry.step_weight_bytes(4) == 4 * (sum(held.values()) - (0 if tied else model.model.embed_tokens.weight.numel()))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_a_dense_config_reads_alike_in_every_form_it_is_written_in(architecture):
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 32}
+    new = dense_config(architecture, rope_parameters=scaled | {"rope_theta": 5e5}).to_dict()
+    old = {k: v for k, v in new.items() if k != "rope_parameters"} | {"rope_theta": 5e5, "rope_scaling": scaled}
+    older = old | {"rope_scaling": {k: v for k, v in scaled.items() if k != "rope_type"} | {"type": "llama3"}}
+    found = [ModelGeometry.from_config(config) for config in (new, old, older)]
+    assert found[0] == found[1] == found[2] and found[0].rope[FULL].scaling
+    assert found[0] != ModelGeometry.from_config(dense_config(architecture))
+
+
+@pytest.mark.parametrize(("changed", "named"), [
+    ({"attention_bias": True}, "attention_bias"), ({"mlp_bias": True}, "mlp_bias"), ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"use_sliding_window": True}, "use_sliding_window"), ({"layer_types": [FULL, SLIDING, FULL]}, "use_sliding_window"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
+    ({"partial_rotary_factor": 1.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+     "partial_rotary_factor"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads"), ({"head_dim": 15}, "odd head_dim"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+])
+@pytest.mark.parametrize("config", [QWEN3, LLAMA], ids=["qwen3", "llama"])
+def test_what_the_engine_does_not_compute_of_a_dense_model_is_refused_by_name(config, changed, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        ModelGeometry.from_config(config | changed)
+
+
+def test_dense_modules_that_are_not_what_the_config_says_are_named():
+    geometry = ModelGeometry.from_config(dense_config("llama"))
+    for other, named in (({"intermediate_size": 32}, "mlp width"), ({"head_dim": 8}, "scaling"),
+                         ({"num_key_value_heads": 1}, "k_proj rows")):
+        with pytest.raises(UnsupportedModelError, match=named):
+            geometry.assert_matches(dense_model("llama", **other).model)
+    with pytest.raises(UnsupportedModelError, match="q_norm"):
+        geometry.assert_matches(dense_model("qwen3").model)

@@ -13,12 +13,13 @@ PACKAGE = Path(__file__).resolve().parents[1] / "gemma4_flex"
 
 # A room is a module or sub-package right under the package. Rooms of one floor may know each other.
 FLOORS = {
-    1: {"geometry", "sequence", "page_table", "scheduler", "params", "kernel_options", "text", "request", "sizing"},
+    1: {"geometry", "sequence", "page_table", "scheduler", "params", "kernel_options", "text", "request", "sizing", "config_fields",
+        "prefix", "logprobs"},
     2: {"kv_cache", "shared_kv", "masks", "rotary", "attention", "sampling", "step_graph", "compiled", "decode_state",
-        "row_attention"},
+        "row_attention", "fa4", "draws"},
     3: {"models", "checkpoints"},      # checkpoints need nothing of the engine, and FlexEngine.from_pretrained needs them
     4: {"runner", "engine", "trace", "prefill", "memory"},
-    5: {"lora", "verify", "bench"},
+    5: {"lora", "verify", "bench", "rollout"},
     6: {"serve", "__init__"},
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}

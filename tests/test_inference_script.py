@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gemma4_flex.bench import roofline
+from gemma4_flex.bench import inference, roofline
+from gemma4_flex.params import SamplingParams
 from tests.bench import stub
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,6 +98,11 @@ def refused(capsys, *argv: str) -> str:
     (["--lora_4bit", "unmerged", "--load_in_4bit"], "give --lora_adapter"),
     (["--load_in_4bit", "--lora_adapter", "x", "--lora_4bit", "requantize", "--no_merge_lora"], "leave out one of them"),
     (["--load_in_4bit", "--lora_adapter", "x", "--verify_no_drift"], "give --lora_4bit requantize"),
+    (["--temperature", "-1"], "temperature=-1.0"),
+    (["--top_p", "0"], "top_p=0.0"),
+    (["--n", "0"], "n=0"),
+    (["--sampling_seed", "-3"], "seed=-3"),
+    (["--logprobs", "-1"], "logprobs=-1"),
     (["--prompts", "absent.jsonl"], "absent.jsonl"),
     (["--max_batch", "4"], "unrecognized arguments"),          # no guessing at cut-off names
 ])
@@ -142,7 +148,7 @@ def test_a_run_writes_its_result_and_shows_completions_table_and_notices(engines
     result = run(tmp_path, "--model_name", "any")
     said = capsys.readouterr().out
     assert len(result["completions"]) == 9 and len(result["rounds"]) == 3
-    assert said.count("\n> ") == script.SHOWN
+    assert said.count("\n> ") == inference.SHOWN
     assert "decode tok/s" in said and "note: sdpa instead of flex" in said
     assert str(tmp_path / "r.json") in said
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
@@ -163,6 +169,20 @@ def test_flags_reach_the_engines_config_and_the_result(engines, tmp_path):
     assert {name: getattr(config, name) for name in wanted} == wanted
     wanted |= {"n_rounds": 4, "max_new_tokens": 9, "n_prompts": 9, "chat_template": "auto"}
     assert {name: result["config"][name] for name in wanted} == wanted
+
+
+def test_flags_reach_the_sampling_params_and_greedy_is_the_default_whatever_the_checkpoint_says(engines, tmp_path):
+    wanted = {"n": 3, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
+              "presence_penalty": 0.5, "frequency_penalty": -0.5, "logprobs": 2, "max_new_tokens": 9}
+    flags = [part for name, value in wanted.items() for part in (f"--{name}", str(value))]
+    result = run(tmp_path, "--model_name", "any", *flags, "--sampling_seed", "7", "--prefix_cache", "--deterministic")
+    engine, config = stub.StubEngine.last, engines[-1][1]
+    assert engine.params == SamplingParams(**wanted, seed=7)
+    assert config.prefix_cache and config.deterministic
+    assert result["config"]["prefix_cache"] and result["config"]["temperature"] == 0.7
+    assert len(result["completions"]) == 27 and result["workload"]["samples"] == 3
+    run(tmp_path, "--model_name", "any")
+    assert stub.StubEngine.last.params == SamplingParams(temperature=0.0)
 
 
 def test_the_default_model_is_told_with_the_reason(engines, tmp_path, capsys, monkeypatch):
@@ -284,10 +304,10 @@ def test_what_only_the_engine_can_know_is_one_sentence_too(synthetic, tmp_path, 
 
 
 def test_another_architecture_is_refused_by_name(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}))
     assert script.main(["--model_name", str(tmp_path), "--stats_path", str(tmp_path / "r.json")]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "qwen3" in said.lower()
+    assert said.count("\n") == 1 and "mistral" in said.lower()
 
 
 # ---- the command itself

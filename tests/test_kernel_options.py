@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gemma4_flex.bench.kernel_page import markdown
-from gemma4_flex.kernel_options import KNOWN_OPTIONS, TABLE, check_options, choose, parse_options
+from gemma4_flex.kernel_options import KNOWN_OPTIONS, TABLE, check_options, choose, decode_layout, parse_options
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = json.loads((ROOT / "results" / "kernel_report.json").read_text(encoding="utf-8"))
@@ -183,3 +183,13 @@ def test_the_report_says_in_one_line_what_to_install_where_triton_is_missing(mon
         runpy.run_path(str(ROOT / "scripts" / "kernel_report.py"), run_name="__main__")
     assert "\n" not in stop.value.code and "pip install -r requirements-kernels.txt" in stop.value.code
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("rows", "windowed", "queries_a_key", "folded"), [
+    (1, True, 8, True), (1, False, 8, False), (63, False, 2, False), (64, False, 8, True), (1, False, 3, True), (1, False, 5, True),
+    (1, False, 1, False)])
+def test_decode_is_one_kernel_where_little_is_read_sequences_are_many_or_the_heads_are_no_power_of_two(
+        rows, windowed, queries_a_key, folded):
+    layout = decode_layout(rows, windowed=windowed, queries_a_key=queries_a_key)
+    assert layout.get("FORCE_USE_FLEX_ATTENTION", False) == folded
+    check_options(layout)

@@ -8,8 +8,9 @@ import torch
 from gemma4_flex.checkpoints.published import published_geometry
 from gemma4_flex.geometry import ModelGeometry
 from gemma4_flex.kv_cache import KVCache, store
+from gemma4_flex.masks import visible
 from gemma4_flex.page_table import PageTable
-from tests.pools import filled_group
+from tests.pools import filled_group, seen_positions
 from tests.tiny import FULL, SLIDING, tiny_config
 
 TINY = ModelGeometry.from_config(tiny_config())
@@ -97,3 +98,58 @@ def test_scrubbing_zeroes_the_named_pages_of_every_pool_and_no_others():
     assert not filled.group.keys[0].view(-1, 4, 16)[pages].any()
     assert not filled.group.values[0].view(-1, 4, 16)[pages].any()
     assert torch.equal(filled.group.keys[0].view(-1, 4, 16)[others], before)
+
+
+def shared_prefix(window: int | None = None):
+    """Slot 1 has 10 positions on pages of 4; slot 2 has taken over the first 9 of them, the third page as a copy."""
+    filled = filled_group({1: 10}, window=window, page_size=4)
+    group, table = filled.group, filled.table
+    keys = [b"0", b"1", b"2"]
+    table.publish(1, keys)
+    table.adopt(2, keys, 9)
+    group.apply(table.drain_changes())
+    return filled
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_sequence_that_took_over_a_prefix_reads_it_from_the_same_rows_and_the_rest_from_a_copy(window):
+    filled = shared_prefix(window)
+    group, table = filled.group, filled.table
+    [(source, destination)] = table.drain_copies()
+    before = {name: pool.clone() for name, pool in (("keys", group.keys[0]), ("values", group.values[0]))}
+    group.copy_pages([(source, destination)])
+    first, second = (group.rows_of(torch.full((5,), slot), torch.arange(4, 9)) for slot in (1, 2))
+    assert torch.equal(first[:4], second[:4]) and first[4] != second[4]
+    for name, pool, written in (("keys", group.keys[0], filled.keys[1]), ("values", group.values[0], filled.values[1])):
+        assert torch.equal(pool[0, :, second].transpose(0, 1), written[4:9])
+        untouched = [page for page in range(group.num_pages) if page != destination]
+        assert torch.equal(pool.view(-1, 4, 16)[untouched], before[name].view(-1, 4, 16)[untouched])
+    mine = torch.tensor([[3.0] * 16])[None]
+    store(group.keys[0], group.values[0], mine, mine, group.rows_of(torch.tensor([2]), torch.tensor([9])))
+    assert torch.equal(group.keys[0][0, :, group.rows_of(torch.tensor([1]), torch.tensor([9]))][:, 0], filled.keys[1][9])
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_two_owners_of_a_page_both_see_it_and_nobody_else_does(window):
+    filled = shared_prefix(window)
+    group = filled.group
+    group.copy_pages(filled.table.drain_copies())
+    slots, first = torch.tensor([1, 2, 3]), torch.tensor([9, 8, 8])
+    sees = visible(group.table, group.logical, slots, first, 4, window)
+    rows = torch.arange(group.num_pages * 4)
+    for b, (slot, query) in enumerate(((1, 9), (2, 8))):
+        mine = group.rows_of(torch.full((query + 1,), slot), torch.arange(query + 1))
+        expected = {int(mine[k]) for k in seen_positions(query, window)}
+        assert {int(r) for r in rows if sees(torch.tensor(b), 0, torch.tensor(0), r)} == expected
+    assert not any(sees(torch.tensor(2), 0, torch.tensor(0), r) for r in rows[4:]), "but the reserved page"
+
+
+def test_many_pages_are_copied_at_once_each_from_its_own_source():
+    filled = filled_group({1: 8, 2: 8}, page_size=4, n_pages=12)
+    [(_, a), (_, b)], [(_, c), _] = filled.table.held(1), filled.table.held(2)
+    free = filled.table.free_pages[-3:]
+    filled.group.copy_pages(list(zip((a, b, c), free)))
+    pages = filled.group.values[0].view(-1, 4, 16)
+    for source, destination in zip((a, b, c), free):
+        assert torch.equal(pages[destination], pages[source]) and pages[source].abs().max() < 100
+    filled.group.copy_pages([])

@@ -293,3 +293,274 @@ def test_tokens_ahead_cost_a_sliding_pool_their_own_pages_and_no_more():
 def test_a_sliding_pool_is_never_larger_than_whole_sequences_need():
     size = sliding_pool_pages(window=512, page_size=32, max_batch_size=2, max_prefill_tokens=2048, max_seq_length=64)
     assert size == 1 + 2 * 2
+
+
+# ---- pages with more than one owner -------------------------------------------------------------------------------
+
+
+KEYS = [b"0", b"1", b"2", b"3"]
+
+
+def test_a_published_page_is_kept_until_pages_run_short_and_then_loses_its_key():
+    table = make()
+    table.extend(1, 16)
+    table.publish(1, KEYS)
+    pages = [page for _, page in table.held(1)]
+    table.release(1)
+    assert (table.num_free, len(table.free_pages), table.find(KEYS, 16)) == (8, 4, pages)
+    table.extend(2, 20)      # one of those, and the prefix's end at that
+    table.check()
+    assert table.leading(KEYS) == 3 and table.find(KEYS, 16) is None and table.find(KEYS, 12) == pages[:3]
+    assert table.held(2)[-1][1] == pages[3]
+
+
+def test_pages_taken_over_are_counted_by_owner_and_freed_by_the_last():
+    table = make()
+    table.extend(1, 12)
+    table.publish(1, KEYS[:3])
+    assert [table.cost(KEYS, cut, 16) for cut in (0, 4, 12)] == [4, 3, 1]
+    assert table.adopt(2, KEYS, 12) == 3
+    assert table.held(2) == table.held(1) and table.num_free == 5 and table.drain_copies() == []
+    table.release(1)
+    table.check()
+    assert table.num_free == 5 and table.cost(KEYS, 12, 16) == 1
+    table.release(2)
+    table.check()
+    assert (table.num_free, table.cost(KEYS, 12, 16)) == (8, 4), "what nobody holds comes out of what is free"
+    table.forget()
+    table.check()
+    assert len(table.free_pages) == 8
+
+
+@pytest.mark.parametrize("window", [2, 3, 4, 5, 6, 8, 9])
+@pytest.mark.parametrize("cut", range(1, 17))
+def test_a_sliding_group_takes_over_what_a_query_at_the_cut_sees_and_no_page_more(window, cut):
+    table = make(window=window)
+    table.extend(1, 16)
+    keys = KEYS[: -(-cut // 4)]
+    table.publish(1, keys)
+    table.adopt(2, keys, cut)
+    seen = sorted({position // 4 for position in range(max(0, cut - window + 1), cut)})
+    assert [logical for logical, _ in table.held(2)] == seen
+    table.extend(2, cut + 1)
+    for logical in seen:      # every one of them is needed
+        other = make(window=window)
+        other.extend(1, 16)
+        other.publish(1, keys)
+        other.unpublish([keys[logical]])
+        assert other.find(keys, cut) is None
+    table.check()
+
+
+def test_a_page_that_is_not_full_is_copied_while_it_is_held_and_taken_once_it_is_not():
+    table = make()
+    table.extend(1, 10)
+    table.publish(1, KEYS[:3])
+    (_, source) = table.held(1)[2]
+    assert table.adopt(2, KEYS, 9) == 2 and table.adopt(3, KEYS, 9) == 2
+    copies = [(source, table.held(slot)[2][1]) for slot in (2, 3)]
+    table.check()
+    assert table.drain_copies() == copies and table.drain_copies() == []
+    for slot in (1, 2, 3):
+        table.release(slot)
+    assert table.adopt(2, KEYS, 9) == 3 and table.held(2)[2] == (2, source) and not table.num_copies
+    table.check()
+
+
+def test_the_source_of_a_copy_is_not_given_out_before_it_was_read():
+    table = make(n_pages=6)
+    table.extend(1, 10)
+    table.publish(1, KEYS[:3])
+    (_, source) = table.held(1)[2]
+    table.adopt(2, KEYS, 9)
+    table.release(1)
+    table.unpublish(KEYS)
+    assert table.num_free == 1
+    table.extend(3, 4)
+    assert source not in {page for slot in (2, 3) for _, page in table.held(slot)}
+    table.check()
+    assert [pair[0] for pair in table.drain_copies()] == [source]
+    assert table.free_pages == [source]
+
+
+def test_a_copy_for_a_slot_that_was_released_is_not_made():
+    table = make(n_pages=6)
+    table.extend(1, 10)
+    table.publish(1, KEYS[:3])
+    table.adopt(2, KEYS, 9)
+    table.release(2)
+    table.extend(3, 8)      # the copy's page among them
+    assert (table.drain_copies(), table.drain_adopted()) == ([], [])
+    table.release(1)
+    table.release(3)
+    table.check()
+    assert table.num_free == 5
+
+
+def test_a_page_taken_to_be_written_on_keeps_only_the_key_of_what_stays():
+    """Another sequence had filled it up: what it then held is gone as soon as the new owner writes."""
+    table = make()
+    table.extend(1, 12)
+    partial, whole = [*KEYS[:2], b"not full"], KEYS[:3]
+    table.publish(1, partial)
+    table.publish(1, whole)
+    table.release(1)
+    assert table.find(whole, 12) is not None
+    table.adopt(2, partial, 9)
+    assert table.find(whole, 12) is None and table.find(partial, 9) is not None
+    table.check()
+
+
+def test_a_second_page_of_the_same_tokens_is_not_published():
+    table = make()
+    for slot in (1, 2):
+        table.extend(slot, 4)
+        table.publish(slot, KEYS[:1])
+    assert table.find(KEYS, 4) == [table.held(1)[0][1]]
+    table.release(2)
+    assert len(table.free_pages) == 7
+    table.check()
+
+
+def test_an_adopted_table_reaches_the_device_like_any_other():
+    table, mirror = make(), {}
+    table.extend(1, 10)
+    table.publish(1, KEYS[:3])
+    table.adopt(2, KEYS, 9)
+    for slot, logical, page in table.drain_changes():
+        mirror[slot, logical] = page
+    assert mirror == held_by_all(table) and table.drain_adopted() == [2] and table.drain_adopted() == []
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda table: table._owners.__setitem__(table.held(1)[0][1], 1),
+    lambda table: table._pages[3].append(table.held(1)[1][1]),
+    lambda table: table._published.pop(KEYS[0]),
+    lambda table: table._published.__setitem__(KEYS[3], table.held(1)[0][1]),
+    lambda table: table._keys[table.held(1)[0][1]].discard(KEYS[0]),
+    lambda table: table._evictable.__setitem__(table.held(1)[0][1], None),
+    lambda table: table._copies.clear(),
+    lambda table: table._keys.__setitem__(table.free_pages[0], {b"?"}),
+])
+def test_check_sees_miscounted_owners_keys_that_lead_nowhere_and_pages_in_two_states(spoil):
+    table = make()
+    table.extend(1, 10)
+    table.publish(1, KEYS[:3])
+    table.adopt(2, KEYS, 9)
+    table.check()
+    spoil(table)
+    with pytest.raises(AssertionError):
+        table.check()
+
+
+class SharedPagesMachine(RuleBasedStateMachine):
+    """Random operations on twelve pages that slots share. What each page holds is recorded as the device would write it, so
+    that a page given out, overwritten or copied too late while someone reads it shows. The sequences are prefixes of a few
+    lists of tokens; a key is the tokens it stands for."""
+
+    window: int | None = None
+
+    def __init__(self):
+        super().__init__()
+        self.table = make(window=self.window, n_pages=12, page_size=4, num_slots=5)
+        self.content: dict[tuple[int, int], tuple] = {}
+        self.tokens: list[list[int]] = [[] for _ in range(5)]
+
+    @staticmethod
+    def keys_of(tokens, cut):
+        return [repr(tokens[: min(n + 4, cut)]).encode() for n in range(0, cut, 4)]
+
+    @rule(slot=st.integers(1, 4), count=st.integers(1, 9), branch=st.integers(0, 2))
+    def compute(self, slot, count, branch):
+        tokens, start = self.tokens[slot], len(self.tokens[slot])
+        upto = min(start + count, 64)
+        if self.table.reach(slot) < upto:
+            return
+        self.table.extend(slot, upto)
+        self.device()
+        tokens += [branch if position % 5 == 0 else 7 for position in range(start, upto)]
+        for position in range(start, upto):
+            page = dict(self.table.held(slot))[position // 4]
+            assert self.table._owners[page] == 1
+            self.content[page, position % 4] = tuple(tokens[: position + 1])
+        self.read(slot)
+        self.table.publish(slot, self.keys_of(tokens, upto // 4 * 4))
+        self.table.recycle(slot, upto)
+
+    @rule(slot=st.integers(1, 4))
+    def publish_what_is_not_full_too(self, slot):
+        self.table.publish(slot, self.keys_of(self.tokens[slot], len(self.tokens[slot])))
+
+    @rule(slot=st.integers(1, 4), other=st.integers(1, 4), cut=st.integers(1, 64))
+    def adopt(self, slot, other, cut):
+        tokens = self.tokens[other][:cut]
+        keys = self.keys_of(tokens, len(tokens))
+        if slot == other or not tokens or self.table.find(keys, len(tokens)) is None:
+            return
+        self.release(slot)
+        if self.table.find(keys, len(tokens)) is None or self.table.cost(keys, len(tokens), len(tokens)) > self.table.num_free:
+            return
+        free = self.table.num_free
+        cost = self.table.cost(keys, len(tokens), len(tokens))
+        self.table.adopt(slot, keys, len(tokens))
+        assert free - self.table.num_free == cost
+        self.tokens[slot] = list(tokens)
+
+    @rule(slot=st.integers(1, 4))
+    def release(self, slot):
+        self.table.release(slot)
+        self.tokens[slot] = []
+
+    @rule(slot=st.integers(1, 4))
+    def break_one(self, slot):
+        self.device()
+        for page in self.table.exclusive(slot):
+            for i in range(4):
+                self.content[page, i] = ("scrubbed",)
+        self.release(slot)
+
+    @rule()
+    def forget(self):
+        self.table.forget()
+        assert not self.table._evictable
+
+    @rule(slot=st.integers(1, 4))
+    def take_back_a_key(self, slot):
+        self.table.unpublish(self.keys_of(self.tokens[slot], len(self.tokens[slot]))[-1:])
+
+    @rule()
+    def device(self):
+        for source, destination in self.table.drain_copies():
+            for i in range(4):
+                self.content[destination, i] = self.content.get((source, i))
+        for slot in range(1, 5):
+            self.read(slot)
+
+    def read(self, slot):
+        tokens = self.tokens[slot]
+        held = dict(self.table.held(slot))
+        for position in range(self.table._first_seen(len(tokens)) * 4, len(tokens)):
+            assert self.content[held[position // 4], position % 4] == tuple(tokens[: position + 1])
+
+    @invariant()
+    def accounts_balance(self):
+        self.table.check()
+
+    def teardown(self):
+        self.device()
+        for slot in range(1, 5):
+            self.table.release(slot)
+        self.table.forget()
+        self.table.check()
+        assert len(self.table.free_pages) == 11 and not any(self.table._owners)
+
+
+def shared_machine(window):
+    case = type(f"Shared{window}", (SharedPagesMachine,), {"window": window}).TestCase
+    case.settings = settings(max_examples=30, stateful_step_count=60, deadline=None, derandomize=True,
+                             suppress_health_check=[HealthCheck.too_slow])
+    return case
+
+
+TestSharedFullPages = shared_machine(None)
+TestSharedSlidingPages = shared_machine(6)

@@ -15,10 +15,31 @@ from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingPara
         ("max_new_tokens", 2.0, "whole number"),
         ("min_new_tokens", -1, "at least 0"),
         ("min_new_tokens", 129, "max_new_tokens=128"),
-        ("temperature", 0.7, "sampling comes later"),
-        ("temperature", -1, "leave temperature at 0"),
-        ("temperature", "0", "leave temperature at 0"),
-        ("temperature", float("nan"), "leave temperature at 0"),
+        ("temperature", -0.1, "0.0 (greedy) or more"),
+        ("temperature", "0", "0.0 (greedy) or more"),
+        ("temperature", float("nan"), "0.0 (greedy) or more"),
+        ("temperature", float("inf"), "0.0 (greedy) or more"),
+        ("temperature", True, "0.0 (greedy) or more"),
+        ("n", 0, "at least 1"),
+        ("n", 1.0, "at least 1"),
+        ("top_k", -1, "at least 0"),
+        ("top_k", 2.5, "at least 0"),
+        ("top_p", 0, "above 0.0 and up to 1.0"),
+        ("top_p", 1.01, "above 0.0 and up to 1.0"),
+        ("min_p", -0.1, "from 0.0 to 1.0"),
+        ("min_p", 1.5, "from 0.0 to 1.0"),
+        ("repetition_penalty", 0, "above 0.0"),
+        ("presence_penalty", None, "a finite number"),
+        ("frequency_penalty", float("inf"), "a finite number"),
+        ("logit_bias", 3, "a mapping of token ids"),
+        ("logit_bias", {-1: 1.0}, "at least 0"),
+        ("logit_bias", {4: float("-inf")}, "or ban the id"),
+        ("allowed_token_ids", (), "no id that could be drawn"),
+        ("banned_token_ids", "abc", "a list of token ids"),
+        ("seed", -1, "at least 0"),
+        ("seed", 1 << 63, "below 2^63"),
+        ("logprobs", -1, "at least 0"),
+        ("prompt_logprobs", True, "at least 0"),
         ("ignore_eos", 1, "True or False"),
         ("stop", "", "non-empty text"),
         ("stop", ("a", ""), "non-empty text"),
@@ -90,7 +111,8 @@ def test_resolving_leaves_nothing_open_and_changes_nothing_given(device_type, dt
     resolved = config.resolved(device_type)
     assert dataclasses.asdict(config) == before
     still_open = [f.name for f in dataclasses.fields(resolved) if getattr(resolved, f.name) in (None, "auto")]
-    assert still_open == ["gpu_memory_utilization"]      # None: as many pages as max_batch_size and max_seq_length need
+    # None: as many pages as max_batch_size and max_seq_length need; what the card can run
+    assert still_open == ["gpu_memory_utilization", "fa4_prefill"]
     assert (resolved.device, resolved.dtype, resolved.page_size) == (device_type, dtype, page_size)
     assert resolved.attention == {"cuda": "flex", "cpu": "sdpa"}[device_type]
     assert resolved.n_pages == 1 + 3 * 3
@@ -125,3 +147,26 @@ def test_a_config_is_frozen_and_keeps_its_own_kernel_options():
     assert config.decode_kernel_options == {"num_stages": 2}
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.page_size = 64
+
+
+def test_bans_that_leave_nothing_of_what_is_allowed_are_a_contradiction():
+    with pytest.raises(InvalidParameterError, match="no id that could be drawn"):
+        SamplingParams(allowed_token_ids=[3, 4], banned_token_ids=[4, 3, 9])
+    assert SamplingParams(allowed_token_ids=[3, 4], banned_token_ids=[4]).allowed_token_ids == (3, 4)
+
+
+def test_what_is_left_open_comes_from_the_generation_config_and_what_that_leaves_open_is_off():
+    open_params = SamplingParams(top_p=0.5)
+    assert open_params.with_defaults({"do_sample": True, "temperature": 0.6, "top_k": 64, "top_p": 0.95}) == SamplingParams(
+        temperature=0.6, top_k=64, top_p=0.5, min_p=0.0, repetition_penalty=1.0)
+    off = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    assert SamplingParams().with_defaults({}) == SamplingParams().with_defaults({"temperature": 0.7}) == off
+    assert SamplingParams(temperature=0.9).with_defaults({"top_k": 50}).top_k == 50
+    assert SamplingParams().with_defaults({"do_sample": True, "top_k": None}).temperature == 1.0
+
+
+def test_a_logit_bias_is_kept_as_sorted_pairs_that_the_caller_cannot_change():
+    biases = {9: 1.5, 3: -2}
+    params = SamplingParams(logit_bias=biases)
+    biases[4] = 1.0
+    assert params.logit_bias == ((3, -2), (9, 1.5)) and hash(params) == hash(SamplingParams(logit_bias=params.logit_bias))

@@ -60,6 +60,12 @@ def test_the_last_prompt_token_left_over_by_a_chunk_is_a_decode():
     rig.check_end()
 
 
+def test_a_prompt_of_one_token_is_a_prefill():
+    rig = Rig()
+    rig.add(prompt_of(1), max_new_tokens=2)
+    assert [(span.start, span.count, span.wants_logits) for span in rig.step().prefill] == [(0, 1, True)]
+
+
 def test_one_step_prefills_several_prompts_and_decodes_beside_them():
     rig = Rig(budget=16, batch=4)
     first = rig.add(prompt_of(5), max_new_tokens=9, ignore_eos=True)
@@ -126,7 +132,7 @@ def test_what_was_preempted_is_not_admitted_in_the_same_step():
     while not plan.preempted:
         scheduler.complete(plan, {0: 5, 1: 5})
         plan = scheduler.plan()
-    assert scheduler._can_admit_next(4), "or else this proves nothing"
+    assert scheduler._next_admission(4) is not None, "or else this proves nothing"
     assert plan.prefill == () and plan.preempted == (scheduler.waiting[0],)
 
 

@@ -98,3 +98,32 @@ def test_scrubbing_zeroes_one_slot():
     for buffer in sidecar.tensors().values():
         assert not buffer[1].any()
         assert buffer[[0, 2]].isnan().all()
+
+
+@pytest.mark.parametrize("kind", [SLIDING, FULL])
+def test_pages_taken_over_are_loaded_where_they_would_have_been_written(kind):
+    head_dim, window = {SLIDING: (16, 4), FULL: (32, None)}[kind]
+    filled = filled_group({1: 10, 3: 6}, window=window, head_dim=head_dim, max_seq_length=MAX_SEQ)
+    group, owner = filled.group, OWNER[kind]
+    group.keys, group.values = {owner: group.keys[0]}, {owner: group.values[0]}
+    filled.table.publish(1, [b"0", b"1", b"2"])
+    filled.table.adopt(2, [b"0", b"1", b"2"], 9)
+    group.apply(filled.table.drain_changes())
+    group.copy_pages(filled.table.drain_copies())
+    sidecar = Sidecar(TINY, 9, MAX_SEQ, PAGE, torch.float32, "cpu")
+    for buffer in sidecar.tensors().values():
+        buffer.fill_(7)
+    assert filled.table.drain_adopted() == [2]
+    sidecar.load(kind, 2, filled.table.held(2), group)
+    start = 0 if window is None else PAGE      # a query at 9 sees 6 to 9
+    for buffers, written in ((sidecar.keys, filled.keys), (sidecar.values, filled.values)):
+        assert torch.equal(buffers[owner][2, :, start:9], written[1][start:9].transpose(0, 1))
+        assert (buffers[owner][[0, 1, 3]] == 7).all() and (buffers[owner][2, :, :start] == 7).all()
+        assert all((buffer == 7).all() for other, buffer in buffers.items() if other != owner)
+
+
+def test_nothing_is_loaded_where_no_shared_layer_reads_or_nothing_is_held():
+    alone = ModelGeometry.from_config(tiny_config(num_kv_shared_layers=0))
+    filled = filled_group({1: 4})
+    Sidecar(alone, 5, MAX_SEQ, PAGE, torch.float32, "cpu").load(FULL, 1, filled.table.held(1), filled.group)
+    Sidecar(TINY, 5, MAX_SEQ, PAGE, torch.float32, "cpu").load(FULL, 1, [], filled.group)

@@ -28,6 +28,14 @@ def test_pool_bytes_are_pages_times_the_published_bytes_a_token(which, sliding, 
     assert (at_window, beyond - at_window) == (512 * (sliding + full), full)
 
 
+@pytest.mark.parametrize(("max_seq_length", "more"), [(4096, 2 * 5), (256, 2 * 2)])
+def test_a_prefix_cache_has_room_for_a_window_more_a_sequence_and_for_no_more_than_there_can_be(max_seq_length, more):
+    geometry = published_geometry("E2B")
+    without, cached = (pool_pages(geometry, config(max_batch_size=2, max_seq_length=max_seq_length, prefix_cache=on), 65)
+                       for on in (False, True))
+    assert (cached[FULL], cached[SLIDING] - without[SLIDING]) == (65, more)
+
+
 @pytest.mark.parametrize("steps", [1, 8])
 def test_what_is_allocated_is_the_formula(steps):
     geometry = published_geometry("E2B")

@@ -47,6 +47,22 @@ def test_a_chat_whose_message_smuggles_in_a_bos_is_refused():
         encode([{"role": "user", "content": "<bos>hi"}])
 
 
+def test_a_bos_that_begins_every_turn_belongs_to_the_template_and_one_more_does_not():
+    tokenizer = fake_tokenizer()
+    tokenizer.chat_template = ("{% for m in messages %}{{ bos_token }}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+                               "{{ bos_token }}model: ")
+    chat = [{"role": "user", "content": "hi"}, {"role": "model", "content": "oh"}, {"role": "user", "content": "hm"}]
+    assert encode(chat, tokenizer).count(BOS) == 4
+    with pytest.raises(PromptError, match="5 BOS tokens"):
+        encode([*chat[:2], {"role": "user", "content": "h<bos>m"}], tokenizer)
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    with pytest.raises(PromptError, match="5 BOS tokens"):
+        encode(chat, tokenizer)
+    tokenizer.chat_template = "no BOS"
+    with pytest.raises(PromptError, match="0 BOS tokens"):
+        encode(chat, tokenizer)
+
+
 @pytest.mark.parametrize("prompt", ["", []])
 def test_an_empty_prompt_is_refused(prompt):
     with pytest.raises(PromptError, match="prompt is empty: give it at least one"):

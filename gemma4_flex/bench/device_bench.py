@@ -12,7 +12,7 @@ import torch
 from gemma4_flex.bench.measure import synchronizer
 from gemma4_flex.bench.roofline import Bandwidth, MatmulRate, copy_bandwidth, matmul_rate
 from gemma4_flex.checkpoints import LoadedModel, load_text_model
-from gemma4_flex.models.gemma4 import lay_side_by_side
+from gemma4_flex.models.projections import lay_side_by_side
 from gemma4_flex.params import EngineConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "assets" / "configs"

@@ -115,6 +115,12 @@ def _round(done: Round, prompt_tokens: int, decode: Floor, prefill: Floor) -> di
                   "prefill_floor_fraction": None if hits else prefill.fraction(done.prefill_s)}
 
 
+def _logprobs(completion) -> dict | None:
+    """A completion's log-probabilities, where they were asked for: of the model and of what was drawn from, and alternatives."""
+    found = getattr(completion, "logprobs", None)
+    return found and {"raw": list(found.raw), "processed": list(found.processed), "top": [list(row) for row in found.top]}
+
+
 def fits(engine) -> list[dict[str, int]]:
     """How many sequences of some lengths, and of the longest one allowed, the K/V pools hold at once."""
     longest = engine.config.max_seq_length
@@ -131,8 +137,10 @@ def _step_sizes(engine) -> dict:
 
 def build_result(*, benchmark: str, model_name: str, engine, measurement: Measurement, prompts: Sequence[EncodedPrompt],
                  chat_template: str, prompt_source: str, bandwidth: Bandwidth, matmul: MatmulRate, peak_memory: int,
-                 options: dict, notices: Sequence[str] = (), four_bit: dict | None = None) -> dict:
+                 options: dict, notices: Sequence[str] = (), four_bit: dict | None = None, samples: int = 1) -> dict:
     """The result of one run as plain JSON values, complete by `check_result`.
+
+    `measurement.completions` are `samples` of each prompt, one prompt's after the other's.
 
     `options` are the caller's own settings (rounds, prompts, lengths); the engine's resolved config joins them, and the
     sizes its steps come in. `four_bit` is `checkpoints.four_bit.describe_4bit` of a model with 4-bit weights.
@@ -141,7 +149,9 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
     element = ELEMENT_BYTES[config.dtype]
     prompt_lengths = [len(p.ids) for p in prompts]
     output_lengths = [len(c.token_ids) for c in measurement.completions]
-    lengths = list(zip(prompt_lengths, output_lengths, strict=True))
+    # a prompt is prefilled once: its other samples draw their first token from a step that computes the prompt's last again
+    sampled = [(p, n) for p in prompts for n in range(samples)]
+    lengths = [(len(p.ids) - bool(n), made + bool(n)) for (p, n), made in zip(sampled, output_lengths, strict=True)]
 
     rates = {"bytes_per_element": element, "bytes_per_s": bandwidth.bytes_per_s, "flop_per_s": matmul.flop_per_s,
              "weight_bytes": four_bit and four_bit["step_weight_bytes"]}
@@ -163,8 +173,9 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
     floor = floor_of(rounds[-1])
     completions = [
         {"prompt": p.text, "question": p.prompt.question, "text": c.text, "token_ids": list(c.token_ids),
-         "finish_reason": c.finish_reason, "num_prompt_tokens": len(p.ids), "expected": p.prompt.answer}
-        for p, c in zip(prompts, measurement.completions, strict=True)]
+         "finish_reason": c.finish_reason, "num_prompt_tokens": len(p.ids), "expected": p.prompt.answer, "sample": n,
+         "logprobs": _logprobs(c)}
+        for (p, n), c in zip(sampled, measurement.completions, strict=True)]
     asked = [c for c in completions if c["expected"] is not None]
     result = {
         "schema_version": SCHEMA_VERSION, "benchmark": benchmark,
@@ -174,7 +185,7 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
         "dtype": config.dtype, "attention_backends": dict(engine.attention_backends), "shared_kv": config.shared_kv,
         "versions": versions(), "commit": commit(), "config": {**options, **dataclasses.asdict(config), **_step_sizes(engine)},
         "batch": config.max_batch_size,
-        "workload": {"n_prompts": len(prompts), "source": prompt_source, "chat_template": chat_template,
+        "workload": {"n_prompts": len(prompts), "samples": samples, "source": prompt_source, "chat_template": chat_template,
                      "longest_shared_prefix": longest_shared_prefix([p.ids for p in prompts]),
                      "prompt_tokens": _lengths(prompt_lengths), "output_tokens": _lengths(output_lengths)},
         "rounds": told, "warmup_rounds": rows(measurement.warmup),
@@ -290,10 +301,11 @@ def table(result: dict) -> str:
     if result["prefill_floor_fraction"] is not None:
         reached["prefill"] = (f"{prefill['ms_per_round']:.1f} ms a round by {prefill['bound']}, "
                               f"{result['prefill_floor_fraction']:.1%} of it reached")
+    samples = f" x {workload['samples']} samples" if workload.get("samples", 1) > 1 else ""
     rows = [
         ("model", f"{result['model_name']}, {_dtype(result)} on {result['device_name']}"),
         ("attention", f"{_backends(result)}; shared layers {result['shared_kv']}"),
-        ("prompts", f"{workload['n_prompts']}, batch {result['batch']}, rounds after warm-up: {len(result['rounds'])}"),
+        ("prompts", f"{workload['n_prompts']}{samples}, batch {result['batch']}, rounds after warm-up: {len(result['rounds'])}"),
         ("prompt tokens", _span(workload["prompt_tokens"])),
         ("output tokens", _span(workload["output_tokens"])),
         ("prefill tok/s", _with_spread(result, "prefill_tps")),

@@ -32,8 +32,10 @@ from gemma4_flex.decode_state import DecodeState
 from gemma4_flex.geometry import LayerGeometry, ModelGeometry
 from gemma4_flex.kernel_options import choose
 from gemma4_flex.kv_cache import KVCache
-from gemma4_flex.models.gemma4 import Gemma4Walk, PagedKV, lay_side_by_side
+from gemma4_flex.models.gemma4 import Gemma4Walk
 from gemma4_flex.models.matmul import matmuls_for
+from gemma4_flex.models.paged import PagedKV
+from gemma4_flex.models.projections import lay_side_by_side
 from gemma4_flex.page_table import PageTable
 from gemma4_flex.params import SamplingParams
 from gemma4_flex.prefill import sizes_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from gemma4_flex.text import PromptError
+from gemma4_flex.text import PromptError, misplaced_bos
 
 BUNDLED = Path(__file__).resolve().parent.parent / "assets" / "prompts.jsonl"
 CHAT_TEMPLATES = ("auto", "grpo", "native")
@@ -155,20 +155,21 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer, mode: str = "auto") -> 
     refused for it rather than dropped. Raises PromptError.
     """
     template = GRPO_TEMPLATE if resolve_template(tokenizer, mode) == "grpo" else None
-    encoded = []
+    encoded, bos = [], getattr(tokenizer, "bos_token", None) or ""
     for prompt in prompts:
         if prompt.text is None:
             text = tokenizer.apply_chat_template(
                 list(prompt.messages), chat_template=template, tokenize=False, add_generation_prompt=True)
         elif mode == "auto":
-            bos = tokenizer.bos_token or ""
             text = prompt.text if prompt.text.startswith(bos) else bos + prompt.text
         else:
             raise PromptError(f"{prompt.where} is plain text, which takes no chat template; "
                               f"give it as messages, or leave out --chat_template {mode}")
         ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-        if (count := ids.count(getattr(tokenizer, "bos_token_id", None))) > 1:
-            raise PromptError(f"{prompt.where} has {count} BOS tokens where one begins a prompt; leave the BOS text out of it")
+        contents = [m["content"] for m in prompt.messages] if prompt.text is None else [text.removeprefix(bos)]
+        if misplaced_bos(ids, tokenizer, contents):
+            raise PromptError(f"{prompt.where} has {ids.count(tokenizer.bos_token_id)} BOS tokens where one begins a prompt; "
+                              "leave the BOS text out of it")
         encoded.append(EncodedPrompt(prompt, text, ids))
     return encoded
 

@@ -12,7 +12,7 @@ from gemma4_flex.checkpoints.four_bit import require_bitsandbytes
 from gemma4_flex.checkpoints.hf import NAMES, load_directory, load_hub
 from gemma4_flex.checkpoints.skeleton import CheckpointError, LoadedModel, require_transformers
 from gemma4_flex.checkpoints.synthetic import load_synthetic
-from gemma4_flex.models.gemma4 import lay_side_by_side
+from gemma4_flex.models.projections import lay_side_by_side
 
 __all__ = ["CheckpointError", "LoadedModel", "load_text_model"]
 
@@ -23,7 +23,7 @@ def load_text_model(name: str, *, dtype: torch.dtype, device: str, seed: int = 0
                     four_bit: bool = False) -> LoadedModel:
     """The text model called `name`, in `dtype`, on `device`, linears that read one input side by side in memory.
 
-    `name`: `tiny` (bundled), `synthetic:E2B`, `synthetic:E4B`, `synthetic:Bolt`, `synthetic:<path of a config.json>`
+    `name`: `tiny` (bundled), `synthetic:E2B` or another name in `published.PUBLISHED`, `synthetic:<path of a config.json>`
     (random weights from `seed`), a local Hugging Face directory, or a hub id; text-only or multimodal. `four_bit` asks for
     a checkpoint that bitsandbytes quantised before it was saved, and for nothing else.
 

@@ -18,7 +18,7 @@ import torch
 
 from gemma4_flex.checkpoints.files import INDEX, locate, open_tensors, read_json
 from gemma4_flex.checkpoints.prequantized import check_dtype, check_packed, check_quantization, load_packed, packed_linears
-from gemma4_flex.checkpoints.published import check_claim
+from gemma4_flex.checkpoints.published import PUBLISHED, check_claim
 from gemma4_flex.checkpoints.skeleton import (
     CheckpointError,
     LoadedModel,
@@ -29,9 +29,10 @@ from gemma4_flex.checkpoints.skeleton import (
 )
 from gemma4_flex.geometry import ModelGeometry
 
-NAMES = "tiny, synthetic:E2B, synthetic:E4B, synthetic:Bolt, synthetic:<config.json> or a local Hugging Face directory"
+NAMES = f"tiny, {', '.join(f'synthetic:{name}' for name in PUBLISHED)}, synthetic:<config.json> or a local Hugging Face directory"
 TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 SHARED_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
+ROTARY = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")      # tables that old Llama checkpoints hold
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -107,6 +108,8 @@ def plan_tensors(
             skipped["towers"] += 1
         elif shared and geometry.first_shared <= int(shared[1]) < geometry.num_layers:
             skipped["shared_kv"] += 1
+        elif ROTARY.fullmatch(name):
+            skipped["rotary"] += 1
         elif name == "lm_head.weight" and geometry.tied_head:
             skipped["tied_head"] += 1
         elif text_name in wanted and text_name not in plan:

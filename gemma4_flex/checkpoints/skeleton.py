@@ -1,7 +1,7 @@
 """An empty text model on its target device: built without weights, every weight allocated once, every table right.
 
-A Gemma-4 text model constructed on the meta device leaves two things undone that no checkpoint holds: the rotary tables
-and the embedding scales. They are made here, and a table that a newer transformers adds is an error rather than noise.
+A text model constructed on the meta device leaves undone what no checkpoint holds: the rotary tables and Gemma-4's embedding
+scales. They are made here, and a table that a newer transformers adds is an error rather than noise.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemma4_flex.geometry import ModelGeometry, text_fields
+from gemma4_flex.config_fields import fields_of
+from gemma4_flex.geometry import ModelGeometry
+from gemma4_flex.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from transformers import Gemma4ForCausalLM, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MINIMUM_TRANSFORMERS = (5, 5, 2)
 
@@ -33,7 +35,7 @@ class LoadedModel:
     says where the weights are from; `skipped` counts the checkpoint's tensors that a text model does not use, by kind.
     """
 
-    model: Gemma4ForCausalLM
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     geometry: ModelGeometry
     source: str
@@ -52,20 +54,21 @@ def require_transformers() -> None:
                               f"installed: pip install --upgrade 'transformers>={wanted}'")
 
 
-def meta_text_model(config: Any, *, dtype: torch.dtype) -> Gemma4ForCausalLM:
-    """A Gemma4ForCausalLM on the meta device for `config` (what `ModelGeometry.from_config` takes): names, shapes and
-    dtypes, no storage. The head is the embedding where the config ties them."""
-    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+def meta_text_model(config: Any, *, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal LM of the architecture's class on the meta device for `config` (what `ModelGeometry.from_config`
+    takes): names, shapes and dtypes, no storage. The head is the embedding where the config ties them."""
+    import transformers
 
-    fields = text_fields(config)
+    fields = fields_of(config)
     fields.pop("architectures", None)
-    text_config = Gemma4TextConfig.from_dict(fields)
+    architecture = ARCHITECTURES[fields["model_type"]]
+    text_config = getattr(transformers, architecture.config).from_dict(fields)
     text_config.dtype = dtype
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            model = Gemma4ForCausalLM(text_config)
+            model = getattr(transformers, architecture.model)(text_config)
     finally:
         torch.set_default_dtype(before)
     if fields["tie_word_embeddings"]:
@@ -74,7 +77,7 @@ def meta_text_model(config: Any, *, dtype: torch.dtype) -> Gemma4ForCausalLM:
 
 
 @torch.no_grad()
-def materialize(model: Gemma4ForCausalLM, device: str | torch.device) -> None:
+def materialize(model: PreTrainedModel, device: str | torch.device) -> None:
     """Allocates each weight of a meta model on `device`, once (tied ones stay tied, contents undefined), and makes the
     tables that no checkpoint holds: rotary frequencies in fp32, embedding scales in the model's dtype."""
     made: dict[int, nn.Parameter] = {}
@@ -85,20 +88,22 @@ def materialize(model: Gemma4ForCausalLM, device: str | torch.device) -> None:
                     made[id(meta)] = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=False)
                 module._parameters[name] = made[id(meta)]
     for layer in model.model.layers:
-        layer.layer_scalar = torch.empty_like(layer.layer_scalar, device=device)
+        if hasattr(layer, "layer_scalar"):
+            layer.layer_scalar = torch.empty_like(layer.layer_scalar, device=device)
 
     text = model.model
     text.rotary_emb = type(text.rotary_emb)(text.config).to(device)
-    for embedding in (text.embed_tokens, text.embed_tokens_per_layer):
+    for embedding in (module for module in text.children() if hasattr(module, "scalar_embed_scale")):
         embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=embedding.weight.dtype, device=device)
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert not left, f"this transformers version has tensors that the loader does not make: {left}"
 
 
-def weights_of(model: Gemma4ForCausalLM) -> dict[str, torch.Tensor]:
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What a checkpoint must hold, by name: parameters (a tied head is not one of its own) and layer scalars."""
     tensors = dict(model.named_parameters())        # each shared parameter once, under its first name
-    return tensors | {f"model.layers.{i}.layer_scalar": la.layer_scalar for i, la in enumerate(model.model.layers)}
+    return tensors | {f"model.layers.{i}.layer_scalar": la.layer_scalar for i, la in enumerate(model.model.layers)
+                      if hasattr(la, "layer_scalar")}
 
 
 def token_ids(value: int | list[int] | None) -> frozenset[int]:

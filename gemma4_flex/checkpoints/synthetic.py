@@ -29,13 +29,13 @@ CHUNK = 1 << 20     # elements drawn at a time: small enough to stay in a CPU's 
 
 
 def load_synthetic(which: str, *, dtype: torch.dtype, device: str, seed: int) -> LoadedModel:
-    """Random weights for `which`: E2B, E4B, Bolt, or the path of a config.json, made straight on `device` in `dtype`.
+    """Random weights for `which`: a name in PUBLISHED, or the path of a config.json, made straight on `device` in `dtype`.
 
     The same seed and device type give the same weights, and bf16 ones are the fp32 ones rounded.
     """
     path = PUBLISHED.get(which) or Path(which).expanduser()
     if not path.is_file():
-        raise CheckpointError(f"synthetic:{which} is neither of {', '.join(PUBLISHED)} nor a config.json file")
+        raise CheckpointError(f"synthetic:{which} is none of {', '.join(PUBLISHED)} and no config.json file")
     config = read_json(path)
     geometry = ModelGeometry.from_config(config)
     model = meta_text_model(config, dtype=dtype)
@@ -72,9 +72,9 @@ def moments(name: str, shape: torch.Size, geometry: ModelGeometry) -> tuple[floa
     if name.endswith("layer_scalar"):
         return 0.9, 0.05
     if name.endswith(("q_norm.weight", "k_norm.weight")):
-        center = (2 / shape[0] ** 0.5) ** 0.5       # attention scores of deviation 2 at any head_dim
+        center = (2 / (shape[0] ** 0.5 * geometry.layers[0].scale)) ** 0.5      # attention scores of deviation 2 at any head_dim
         return center, 0.2 * center
-    if name.endswith(BRANCH_NORMS):
+    if geometry.ple_width and name.endswith(BRANCH_NORMS):
         return 0.4, 0.08
     if len(shape) == 1:
         return 1.0, 0.2

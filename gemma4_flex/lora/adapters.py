@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gemma4_flex.geometry import ModelGeometry
 
-# the nine text linears of an E-series layer or prelude, by the last component of their path
+# the text linears of a layer, and of an E-series layer or prelude, by the last component of their path
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
            "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
 ALL_LINEAR = "all-linear"
@@ -87,8 +87,9 @@ def load_adapter(directory: str | Path, geometry: ModelGeometry) -> Adapter:
     names: dict[str, str] = {}        # what PEFT called the module: a pattern is written for that name
     for key, tensor in tensors.items():
         if tied := [part for part in key.split(".") if part in TIED]:
-            raise AdapterError(f"{directory} adapts {tied[0]}: the head and the embedding are one tied table, "
-                               "so a merge into one would change the other. Leave it out of target_modules.")
+            why = ("the head and the embedding are one tied table, so a merge into one would change the other"
+                   if geometry.tied_head else "only linears of the layers are merged")
+            raise AdapterError(f"{directory} adapts {tied[0]}: {why}. Leave it out of target_modules.")
         match = _KEY.match(key)
         if match is None:
             raise AdapterError(f"{directory}: {key} is not a LoRA tensor of a linear, and this engine would have to drop it.")

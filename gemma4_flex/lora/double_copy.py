@@ -25,7 +25,7 @@ from gemma4_flex.lora.adapters import (
     linears_of,
     load_adapter,
 )
-from gemma4_flex.models.gemma4 import lay_side_by_side, view_of
+from gemma4_flex.models.projections import lay_side_by_side, view_of
 
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 22}      # elements merged at a time
 

@@ -75,6 +75,8 @@ class StubEngine:
                  waits: bool = True, changes: bool = False):
         self.device, self.reply, self.step_s, self.waits, self.changes = device, reply, step_s, waits, changes
         self.first_extra_s, self.calls = first_extra_s, 0
+        self.params = self.logprobs = None
+        StubEngine.last = self
         self.sizing = ""
         self.notices = ["sdpa instead of flex: no C++ compiler here"]
         self.attention_backends = {"sliding_attention": "flex", "full_attention": "sdpa"}
@@ -92,18 +94,19 @@ class StubEngine:
         return self.device.clock() - start
 
     def generate(self, prompts, params):
-        self.calls += 1
-        steps = self.reply - 1
+        self.calls, self.params = self.calls + 1, params
+        steps, samples = self.reply - 1, getattr(params, "n", 1)
         tokens = sum(map(len, prompts))
         self.stats.prefill_s += self._run(1e-3 * tokens)
         self.stats.ttft_ms += [1e3 * self.device.clock()] * len(prompts)
         self.stats.decode_s += self._run(steps * self.step_s + (self.first_extra_s if self.calls == 1 else 0))
         self.stats.prefill_tokens += tokens
-        self.stats.decode_tokens += steps * len(prompts)
+        self.stats.decode_tokens += steps * len(prompts) * samples
         self.stats.steps_replayed += steps
         first = self.calls if self.changes else 0
-        return [SimpleNamespace(token_ids=[first, *range(1, self.reply)], text="Paris.", finish_reason="stop")
-                for _ in prompts]
+        return [SimpleNamespace(token_ids=[first, *range(1, self.reply)], text="Paris.", finish_reason="stop",
+                                logprobs=self.logprobs)
+                for _ in prompts for _ in range(samples)]
 
     def memory_report(self):
         return {"weights": 1000}

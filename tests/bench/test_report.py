@@ -3,28 +3,31 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from gemma4_flex.bench import measure, report, roofline, stats_file, workload
-from gemma4_flex.params import EngineConfig
+from gemma4_flex.params import EngineConfig, SamplingParams
 from tests.bench.stub import AsyncDevice, StubEngine
 
 PROMPTS = [workload.Prompt(text="capital?", answer="Paris."), workload.Prompt(text="symbol?", answer="Au."),
            workload.Prompt(text="anything")]
 
 
-def make_result(*, n_rounds: int = 3, **engine_options) -> dict:
+def make_result(*, n_rounds: int = 3, params: SamplingParams | None = None, logprobs=None, **engine_options) -> dict:
     device = AsyncDevice()
     engine = StubEngine(device, **engine_options)
+    engine.logprobs = logprobs
     encoded = workload.encode_prompts(PROMPTS, engine.tokenizer)
-    measurement = measure.measure_rounds(engine, [p.ids for p in encoded], None, n_rounds=n_rounds,
+    measurement = measure.measure_rounds(engine, [p.ids for p in encoded], params, n_rounds=n_rounds,
                                          synchronize=device.synchronize, clock=device.clock)
     result = report.build_result(
         benchmark="test", model_name="stub", engine=engine, measurement=measurement, prompts=encoded,
         chat_template="native", prompt_source="bundled", bandwidth=roofline.Bandwidth(1e9, 1 << 20, 3),
         matmul=roofline.MatmulRate(2e9, "float32", (64,), 3), peak_memory=12345,
-        options={"n_rounds": n_rounds, "page_size": None}, notices=engine.notices)
+        options={"n_rounds": n_rounds, "page_size": None}, notices=engine.notices,
+        samples=params.n if params else 1)
     return result | {"commit": "0123456789abcdef"}
 
 
@@ -49,6 +52,34 @@ def test_a_result_has_every_key_that_others_read_and_survives_json(result, copy)
         assert key in result
     assert {"decode_tokens", "prefill_tokens", "decode_s", "prefill_s"} <= set(result["rounds"][0])
     assert {"prompt", "text", "token_ids", "finish_reason"} <= set(result["completions"][0])
+
+
+def test_samples_of_a_prompt_stand_after_each_other_and_their_prompt_counts_once(result):
+    sampled = make_result(params=SamplingParams(n=3))
+    assert [(c["question"], c["sample"]) for c in sampled["completions"]] == [(p.text, n) for p in PROMPTS for n in range(3)]
+    assert sampled["workload"] | {"samples": 1, "output_tokens": None} == result["workload"] | {"output_tokens": None}
+    assert sampled["workload"]["output_tokens"]["total"] == 3 * result["workload"]["output_tokens"]["total"]
+    assert {row["prefix_hit_tokens"] for row in sampled["rounds"]} == {0}
+    assert sampled["prefill_floor"] == result["prefill_floor"]
+    assert "3 x 3 samples" in report.table(sampled) and " x " not in next(
+        line for line in report.table(result).splitlines() if line.startswith("prompts "))
+
+
+def test_the_other_samples_first_tokens_are_of_decode_steps_that_see_the_whole_prompt():
+    """So the K/V that is read is that of prompts one token shorter which make one token more."""
+    one, two = (make_result(params=SamplingParams(n=n))["floor"]["kv_bytes_per_step"] for n in (1, 2))
+    device = AsyncDevice()
+    engine = StubEngine(device)
+    lengths = [len(p.ids) for p in workload.encode_prompts(PROMPTS, engine.tokenizer)]
+    seen = [engine.geometry.kv_cache_bytes(length + step, 4) for length in lengths for step in range(engine.reply)]
+    assert (two - one) * (engine.reply - 1) == pytest.approx(sum(seen))
+
+
+def test_log_probabilities_are_in_the_result_where_they_were_asked_for(result):
+    assert {c["logprobs"] for c in result["completions"]} == {None}
+    given = SimpleNamespace(raw=[-1.0], processed=[0.0], top=[[(4, -1.0)]])
+    [found, *_] = make_result(logprobs=given)["completions"]
+    assert found["logprobs"] == {"raw": [-1.0], "processed": [0.0], "top": [[(4, -1.0)]]}
 
 
 def test_the_figures_are_medians_over_the_measured_rounds(result):

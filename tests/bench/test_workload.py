@@ -11,6 +11,7 @@ import pytest
 from gemma4_flex.bench import workload
 from gemma4_flex.text import PromptError
 from tests.bench.stub import WordTokenizer
+from tests.tiny import fake_tokenizer
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 USER = {"role": "user", "content": "Hello"}
@@ -201,6 +202,17 @@ def test_raw_text_gets_one_bos_and_no_template():
         [workload.Prompt(text="ab"), workload.Prompt(text="<bos>ab")], WordTokenizer(), "auto")
     assert raw.text == marked.text == "<bos>ab"
     assert raw.ids == (2, 3 + ord("a"), 3 + ord("b"))
+
+
+def test_a_bos_that_begins_every_turn_belongs_to_the_template_and_one_out_of_a_message_does_not():
+    tokenizer = fake_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ bos_token }}{{ m['content'] }}{% endfor %}{{ bos_token }}"
+    [encoded] = workload.encode_prompts([workload.Prompt(messages=(USER,))], tokenizer)
+    assert encoded.ids.count(2) == 2
+    for prompt in (workload.Prompt(messages=({"role": "user", "content": "a<bos>b"},), where="file line 3"),
+                   workload.Prompt(text="a<bos>b", where="file line 3"), workload.Prompt(text="<bos><bos>b", where="file line 3")):
+        with pytest.raises(PromptError, match="file line 3 has . BOS tokens"):
+            workload.encode_prompts([prompt], tokenizer)
 
 
 def test_a_template_asked_for_by_name_is_refused_for_raw_text_rather_than_dropped():

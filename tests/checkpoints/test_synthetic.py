@@ -101,8 +101,8 @@ def test_the_source_says_that_the_weights_are_random_and_a_tokenizer_fits_or_is_
 
 
 def test_an_unknown_size_and_a_config_of_another_architecture_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"synthetic:E9B is neither of E2B, E4B, Bolt nor a config\.json"):
+    with pytest.raises(CheckpointError, match=r"synthetic:E9B is none of E2B, E4B, Bolt, .* and no config\.json"):
         load("E9B")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}))
+    with pytest.raises(UnsupportedModelError, match="MistralForCausalLM"):
         load(tmp_path / "config.json")

@@ -18,7 +18,7 @@ from gemma4_flex.lora.drift import fingerprint, state
 from gemma4_flex.lora.requantize import RequantizedCopy, deviation
 from gemma4_flex.lora.session import LoraSession
 from gemma4_flex.lora.unmerged import unmerged_view
-from gemma4_flex.models.gemma4 import view_of
+from gemma4_flex.models.projections import view_of
 from tests.checkpoints.test_four_bit import WIDTHS
 from tests.tiny import fake_tokenizer, tiny_model
 

@@ -80,7 +80,8 @@ def nothing(engine, monkeypatch):
 
 
 def scale_one_over_root_d(engine, monkeypatch):
-    monkeypatch.setattr(attention, "SCALE", 16**-0.5)  # what leaving `scale=` out means where head_dim is 16
+    layers = [dataclasses.replace(la, scale=16**-0.5) for la in engine.geometry.layers]      # where head_dim is 16
+    engine.runner.walk.geometry = dataclasses.replace(engine.geometry, layers=tuple(layers))
 
 
 def reweigh(engine: FlexEngine, change, layers: slice = slice(None)) -> None:
