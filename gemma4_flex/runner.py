@@ -292,10 +292,11 @@ class Runner:
         self._prepare(features, shape)
         if record is not None:
             self.state.fill(sequences, size)
-            self._decode_step(*shape, features, record)
-        self.state.fill(sequences, size)
-        for _ in range(steps):
-            logits = self._run_step(shape, features)
+            _, logits = self._decode_step(*shape, features, record)
+        if record is None or self.graphs:
+            self.state.fill(sequences, size)
+            for _ in range(steps):
+                logits = self._run_step(shape, features)
         if self.graphs:
             self.steps_replayed += steps
         else:

@@ -34,7 +34,7 @@ def shuffle_pages(engine: FlexEngine, seed: int) -> None:
 
 def greedy(n: int, **fields) -> SamplingParams:
     """Exactly `n` tokens, unless a caller's own stop ends them."""
-    return SamplingParams(max_new_tokens=n, **({"ignore_eos": True} | fields))
+    return SamplingParams(max_new_tokens=n, **({"ignore_eos": True, "temperature": 0.0} | fields))
 
 
 def some_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:

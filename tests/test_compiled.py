@@ -199,7 +199,7 @@ def test_one_compile_serves_every_batch_and_every_context(engine):
     engine.generate(some_prompts(1, 2, 40, 16, seed=9), greedy(5))
     assert engine.runner.regions._compiled == compiled
     assert engine.stats.compile_s == seconds > 0
-    assert Counter(key[0] for (key, *_) in compiled) == {"begin": 2, "layers": 2}, "decode and prefill"
+    assert Counter(key[0] for (key, *_) in compiled) == {"begin": 2, "layers": 2, "draw": 1}, "decode and prefill"
 
 
 def test_weights_changed_in_place_are_seen_by_the_next_compiled_step(model, engine):
@@ -254,7 +254,7 @@ def test_a_region_a_kind_of_layer_with_fixed_sizes_is_compiled_once_a_kind(monke
     kinds = {(layer.attention_type, layer.owns_kv) for layer in engine.geometry.layers}
     assert len(kinds) == 4 < engine.geometry.num_layers
     assert sorted(key[1:] for key, *_ in regions._compiled if key[0] == "layer") == sorted(kinds)
-    assert Counter(key[0] for key, *_ in regions._compiled) == {"begin": 1, "layer": 4, "head": 1}
+    assert Counter(key[0] for key, *_ in regions._compiled) == {"begin": 1, "layer": 4, "head": 1, "draw": 1}
     engine.prepare()
     before = dict(regions._compiled)
     assert tokens_of(engine, PROMPTS, 12) == [hf_generate(model, prompt, 12) for prompt in PROMPTS]

@@ -82,6 +82,9 @@ def test_no_two_prompts_share_their_draws_nor_do_two_ranks():
     rollout = make(peft_model())
     seeds = {rollout._seed(rank, prompt) for rank in range(4) for prompt in range(32)}
     assert len(seeds) == 128 and all(0 <= seed < 1 << 63 for seed in seeds)
+    first, _, again = rollout([CHATS[0], CHATS[1], CHATS[0]], trainer())["completion_ids"]
+    other = make(peft_model())([CHATS[0]], trainer(accelerator=SimpleNamespace(process_index=1)))["completion_ids"][0]
+    assert len({tuple(first), tuple(again), tuple(other)}) == 3
 
 
 def test_a_stop_token_ends_a_completion_and_is_part_of_it():
@@ -171,9 +174,9 @@ def test_compare_finds_agreement_and_a_trainer_that_moved_on():
     close = rollout.compare(samples, 1.0)
     assert close.tokens == sum(s.num_output_tokens for s in samples)
     assert close.ratio_off_mean <= MEAN and close.ratio_off_max <= WORST and close.delta_mean <= close.delta_max <= WORST
+    assert rollout.compare(samples, 0.6).delta_max > 100 * WORST      # another temperature than it was drawn at
     train(model, seed=1)
     assert rollout.compare(samples, 1.0).ratio_off_max > 100 * WORST
-    assert rollout.compare(samples, 0.6).delta_max > 100 * WORST
 
 
 def test_log_probs_do_not_depend_on_who_is_computed_beside_them():

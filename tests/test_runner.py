@@ -415,7 +415,7 @@ def backends_on_a_card(engine: FlexEngine, monkeypatch, choose, **config):
     monkeypatch.setattr(runner_module, "choose", choose)
     monkeypatch.setattr(runner_module, "flex_obstacle", lambda device: None)
     settings = {"attention": "flex", "decode_kernel_options": {}, "prefill_kernel_options": {}, "dtype": "bfloat16",
-                "page_size": 16} | config
+                "page_size": 16, "deterministic": False, "fa4_prefill": False} | config
     stub = types.SimpleNamespace(device=torch.device("cuda"), cache=engine.runner.cache, geometry=engine.geometry,
                                  notices=[], regions=Regions(PLANS["cuda"]), config=types.SimpleNamespace(**settings))
     return Runner._choose_backends(stub), stub.notices

@@ -85,7 +85,7 @@ def test_as_it_is_used_by_default_the_compiled_captured_engine_says_what_hf_says
     config = EngineConfig(device="cpu", capture_cudagraph=True, max_batch_size=8, max_seq_length=256, max_prefill_tokens=512)
     assert config.compile and config.decode_steps_per_sync == 8
     engine = FlexEngine.from_pretrained("tiny", config)
-    done = engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS))
+    done = engine.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS))
     assert engine.notices == [] and engine.runner.regions.plan is not None
     assert [c.token_ids for c in done] == hf_tokens
     assert engine.stats.steps_eager == 0 and engine.stats.steps_replayed > 0 and engine.stats.compile_s > 0
@@ -100,7 +100,7 @@ def test_greedy_tokens_equal_hf_generate_on_all_bundled_prompts(model, tokenizer
     config = EngineConfig(**({"device": "cpu", "compile": False, "max_batch_size": 8, "max_seq_length": 256,
                               "max_prefill_tokens": 512} | changes))
     engine = FlexEngine(model, tokenizer, config)
-    done = engine.generate(prompts, SamplingParams(max_new_tokens=NEW_TOKENS))
+    done = engine.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS))
     assert [c.token_ids for c in done] == hf_tokens
     captured = changes.get("capture_cudagraph", False)
     assert (engine.stats.steps_eager == 0) == captured and (engine.stats.steps_replayed > 0) == captured

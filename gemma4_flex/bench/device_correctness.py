@@ -195,7 +195,7 @@ def _over_pages(bench: Bench, loaded: LoadedModel) -> list[list[int]]:
 
 
 def _params(bench: Bench) -> SamplingParams:
-    return SamplingParams(max_new_tokens=bench.scale.proof_tokens, ignore_eos=True)
+    return SamplingParams(temperature=0.0, max_new_tokens=bench.scale.proof_tokens, ignore_eos=True)
 
 
 def _tokens(bench: Bench, engine: FlexEngine, prompts: Seq[Seq[int]]) -> list[list[int]]:
@@ -213,7 +213,7 @@ def _adapter(bench: Bench, loaded: LoadedModel) -> Adapter:
 
 def _run_and_place(bench: Bench, engine: FlexEngine, prompts: Seq[Seq[int]]) -> tuple[list[list[int]], dict]:
     """Tokens of the prompts, and the pages each held when all had begun, by attention type."""
-    params = SamplingParams(max_new_tokens=4 * bench.scale.proof_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=4 * bench.scale.proof_tokens, ignore_eos=True)
     ids = [engine.submit(prompt, params) for prompt in prompts]
     begun: set[int] = set()
     while len(begun) < len(ids):

@@ -55,7 +55,7 @@ def decode(bench: Bench) -> str:
 def prefill(bench: Bench) -> str:
     """Prompts to first tokens, and the same with every row walking the layers that only read K/V."""
     engine = speed_engine(bench)
-    params, ratios = SamplingParams(max_new_tokens=1, ignore_eos=True), []
+    params, ratios = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True), []
     for batch, length in bench.scale.prefill_shapes:
         if batch > engine.config.max_batch_size:
             bench.row(batch=batch, length=length, skipped="it does not fit in memory")
@@ -109,7 +109,7 @@ def steps_per_sync(bench: Bench) -> str:
         config = replace(shared.config, decode_steps_per_sync=steps)
         engines[f"every {steps}"] = shared if config == shared.config else FlexEngine(loaded.model, None, config)
     context = bench.scale.contexts[0]
-    params = SamplingParams(max_new_tokens=2 * max(bench.scale.steps_per_sync) + 1, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=2 * max(bench.scale.steps_per_sync) + 1, ignore_eos=True)
     prompts = _prompts(shared, min(bench.scale.batches[1], shared.config.max_batch_size), context, bench.settings.seed)
     tokens = [[done.token_ids for done in engine.generate(prompts, params)] for engine in engines.values()]
     bench.row(batch=len(prompts), context=context, same_tokens=tokens[0] == tokens[1])
@@ -222,7 +222,7 @@ class Decoding:
 @contextlib.contextmanager
 def decoding(bench: Bench, engine: FlexEngine, batch: int, context: int) -> Iterator[Decoding]:
     """`batch` requests in decode, ended and forgotten afterwards."""
-    params = SamplingParams(max_new_tokens=engine.config.max_seq_length - context, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=engine.config.max_seq_length - context, ignore_eos=True)
     requests = [engine.submit(prompt, params) for prompt in _prompts(engine, batch, context, bench.settings.seed)]
     try:
         yield Decoding(engine, context, requests, bench)

@@ -64,7 +64,7 @@ def time_case(case: Case, *, steps: int, seed: int, alone: bool = False, clock: 
     """
     engine, synchronize = case.engine, synchronizer(case.engine.config.device)
     avoid = engine.geometry.placeholder_ids | engine.stop_ids
-    params = SamplingParams(max_new_tokens=engine.config.max_seq_length - case.context, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=engine.config.max_seq_length - case.context, ignore_eos=True)
     requests = [engine.submit(prompt, params) for prompt in random_prompts(
         case.batch, case.context, engine.geometry.vocab_size, seed, avoid=avoid)]
     try:

@@ -37,14 +37,14 @@ class Settings:
     model_name: str = "tiny"
     dtype: str = "float32"
     device: str = "cpu"
-    steps: int = 30
-    num_prompts: int = 8
+    steps: int = 25
+    num_prompts: int = 16
     num_generations: int = 8
     max_new_tokens: int = 48
     temperature: float = 1.0
     lr: float = 3e-3
     rank: int = 16
-    verify_every: int = 10
+    verify_every: int = 12
     verify_cycles: int = 5
     seed: int = 0
     compile: bool = True
@@ -211,12 +211,13 @@ class Training:
 
 
 def trainer_config(settings: Settings, directory: str) -> GRPOConfig:
-    """Plain GRPO: one update a rollout, no reference model, sampling untruncated, weights in their own dtype."""
+    """Plain GRPO: one update a rollout at a rate that falls to zero, no reference model, sampling untruncated, weights in their own
+    dtype."""
     return GRPOConfig(
         output_dir=directory, use_cpu=settings.device == "cpu", bf16=False, gradient_checkpointing=False, seed=settings.seed,
         max_steps=settings.steps, per_device_train_batch_size=settings.num_prompts * settings.num_generations,
         num_generations=settings.num_generations, max_completion_length=settings.max_new_tokens, beta=0.0,
-        temperature=settings.temperature, top_p=1.0, top_k=0, learning_rate=settings.lr, lr_scheduler_type="constant",
+        temperature=settings.temperature, top_p=1.0, top_k=0, learning_rate=settings.lr, lr_scheduler_type="linear",
         reward_weights=list(counting.REWARDS.values()), logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True)
 
 

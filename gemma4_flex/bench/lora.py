@@ -36,7 +36,7 @@ def measure_lora(loaded, adapter: Adapter, config: EngineConfig, prompts: Seq[Se
                "merged": FlexEngine(double.inference, loaded.tokenizer, config),
                "unmerged": FlexEngine(unmerged_view(loaded.model, adapter), loaded.tokenizer, config)}
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
     for n in range(rounds + 1):
         for name, engine in engines.items():
             engine.reset_stats()

@@ -23,7 +23,7 @@ class Flex(Rival):
         config = EngineConfig(device=setting.device, dtype=setting.dtype, capture_cudagraph=self.captured,
                               max_batch_size=job.max_batch, max_seq_length=job.max_seq_length, **setting.flex_config)
         self.engine = FlexEngine(setting.model, setting.tokenizer, config)
-        self.params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in job.new_tokens]
+        self.params = [SamplingParams(temperature=0.0, max_new_tokens=n, ignore_eos=True) for n in job.new_tokens]
 
     def run(self) -> list[list[int]]:
         return [done.token_ids for done in self.engine.generate([list(p) for p in self.job.prompts], self.params)]

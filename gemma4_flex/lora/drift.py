@@ -107,7 +107,7 @@ def verify_no_drift(engine, double: DoubleCopy, adapter: Adapter, fresh_engine: 
 
 def _greedy(tokens: int):
     from gemma4_flex.params import SamplingParams
-    return SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    return SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
 
 
 def _logits(engine, prompts: Seq[Seq[int]], tokens: Seq[Seq[int]]) -> list[Tensor]:

@@ -216,7 +216,7 @@ def trace_engine(engine: FlexEngine, prompt_ids: list[int], forced_ids: list[int
 def run_engine(engine: FlexEngine, oracles: Sequence[Oracle]) -> list[EngineRun]:
     """Trace every prompt along its forced tokens; then generate for all of them in one batch, greedily."""
     traces = [trace_engine(engine, oracle.prompt_ids, oracle.tokens[:-1]) for oracle in oracles]
-    params = SamplingParams(max_new_tokens=len(oracles[0].tokens), ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_new_tokens=len(oracles[0].tokens), ignore_eos=True)
     completions = engine.generate([oracle.prompt_ids for oracle in oracles], params)
     return [EngineRun(trace, list(completion.token_ids)) for trace, completion in zip(traces, completions)]
 

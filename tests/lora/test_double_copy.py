@@ -17,7 +17,7 @@ from tests.tiny import fake_tokenizer, tiny_model
 
 CONFIG = EngineConfig(attention="sdpa", compile=False, max_batch_size=4, max_seq_length=128, page_size=4, max_prefill_tokens=16)
 PROMPTS = [[2, 5, 9, 13, 40], [2, 7, 7, 7, 30, 31, 32, 33, 34, 35], [2, 60]]
-GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, ignore_eos=True)
 
 
 def adapter(seed=0, targets="all-linear", strength=0.3, dtype=torch.float32):
@@ -216,7 +216,8 @@ def test_recompute_goes_on_with_the_new_weights_and_fresh_keys(at_once, steps):
     done = run_to_end(engine, ids)
     # what an engine on the new weights alone would say after prompt + kept tokens
     for completion, prompt, before in zip(done, PROMPTS, kept):
-        rest = engine.generate([[*prompt, *before]], SamplingParams(max_new_tokens=12 - len(before), ignore_eos=True))[0]
+        params = SamplingParams(temperature=0.0, max_new_tokens=12 - len(before), ignore_eos=True)
+        rest = engine.generate([[*prompt, *before]], params)[0]
         assert completion.token_ids == [*before, *rest.token_ids]
         assert (completion.epoch_started, completion.epoch_ended) == (0, 1)
 

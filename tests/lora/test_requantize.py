@@ -53,7 +53,7 @@ def as_plain(model, dtype=torch.float32):
 
 def run(model):
     engine = FlexEngine(model, fake_tokenizer(), CONFIG)
-    return [c.token_ids for c in engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))]
+    return [c.token_ids for c in engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))]
 
 
 # ---- unmerged -----------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_the_engine_sees_a_refresh_and_switches_adapters_on_disk(tmp_path):
         save_adapter(adapter(seed), tmp_path / str(seed), base="tiny")
 
     def tokens():
-        return [c.token_ids for c in engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))]
+        return [c.token_ids for c in engine.generate(PROMPTS, SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True))]
     seen = []
     for path in (None, tmp_path / "1", tmp_path / "2", tmp_path / "1", None):
         engine.use_adapter(path)
