@@ -17,9 +17,7 @@ from torch import Tensor
 from gemma4_flex.draws import GREEDY, DrawTable, Features
 from gemma4_flex.logprobs import TokenLogprob
 from gemma4_flex.sampling import NON_FINITE, alternatives, draw
-from gemma4_flex.sequence import Sequence
-
-MAX_STOP_IDS = 16     # that a step looks for; the host looks for all of them
+from gemma4_flex.sequence import MAX_STOP_IDS, Sequence
 
 
 class RowState(NamedTuple):

@@ -6,48 +6,32 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from os import PathLike
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from gemma4_flex.decode_state import MAX_STOP_IDS
+from gemma4_flex import prompt_state
+from gemma4_flex.fingerprint import fingerprint
 from gemma4_flex.geometry import ModelGeometry, plain_config
 from gemma4_flex.kv_cache import memory_bytes
 from gemma4_flex.logprobs import Logprobs, TokenLogprob
 from gemma4_flex.memory import pages_for, sized_tables
 from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
 from gemma4_flex.prefix import Group
-from gemma4_flex.request import Completion, Request, TokenEvent
+from gemma4_flex.request import Completion, Request, TokenEvent, check_against_model
 from gemma4_flex.runner import Drawn, Runner
 from gemma4_flex.sampling import NON_FINITE
 from gemma4_flex.scheduler import Scheduler, Span, StepPlan
 from gemma4_flex.sequence import Sequence
 from gemma4_flex.sizing import pool_bytes
+from gemma4_flex.stats import EngineStats
 from gemma4_flex.text import Detokenizer, PromptError, encode_ids, encode_prompt
 from gemma4_flex.trace import Trace, trace
 
 Prompt = str | Seq[dict] | Seq[int]
-
-
-@dataclass
-class EngineStats:
-    """Counts and seconds since the engine was made or `reset_stats`; compile and capture stand apart from the steps."""
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    mixed_tokens: int = 0        # drawn in prefill passes, with mixed_prefill
-    steps_replayed: int = 0
-    steps_eager: int = 0
-    num_preemptions: int = 0
-    prefix_hit_tokens: int = 0   # taken over from the prefix cache, or from another sample of the prompt, and never computed
-    group_hit_tokens: int = 0
-    shared_bytes: int = 0        # of K/V pages so taken over, and not allocated again
-    ttft_ms: list[float] = field(default_factory=list)
-    compile_s: float = 0.0
-    capture_s: float = 0.0
 
 
 class WeightSource(Protocol):
@@ -104,6 +88,7 @@ class FlexEngine:
         self._prepared = False
         self.weight_epoch = 0                        # raised by every `update_weights`
         self.weight_source: WeightSource | None = None
+        self._fingerprinted: tuple[int, str] | None = None      # an epoch and its weights'
         self._undelivered: list[TokenEvent] = []     # drawn while draining, for the next `step` to hand out
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -160,7 +145,7 @@ class FlexEngine:
         if params.seed is None:
             params = replace(params, seed=random.Random(f"{self.config.seed} {self._next_id}").getrandbits(63))
         ids = encode_prompt(prompt, self.tokenizer, self.geometry.vocab_size, self.geometry.placeholder_ids)
-        self._check_params(params)
+        check_against_model(params, self.geometry.vocab_size, self.stop_ids, has_tokenizer=self.tokenizer is not None)
         group = Group(self._next_id) if params.n > 1 else None
         sequences = [Sequence(self._next_id + sample, ids, params, stop_ids=self.stop_ids,
                               max_seq_length=self.config.max_seq_length, group=group, sample=sample) for sample in range(params.n)]
@@ -176,29 +161,6 @@ class FlexEngine:
                 prompt_logprobs)
         self._next_id += params.n
         return [sequence.request_id for sequence in sequences]
-
-    def _check_params(self, params: SamplingParams) -> None:
-        """Raise PromptError for what this model's vocabulary or tokenizer cannot give."""
-        vocab = self.geometry.vocab_size
-        if params.stop and self.tokenizer is None:
-            raise PromptError("stop strings need a tokenizer: use stop_token_ids.")
-        named = {name: getattr(params, name) or () for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids")}
-        for name, ids in {**named, "logit_bias": [token for token, _ in params.logit_bias]}.items():
-            if outside := [i for i in ids if i >= vocab]:
-                raise PromptError(f"{name} has {outside[0]}, which is outside the vocabulary of {vocab:,} ids.")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > vocab:
-                raise PromptError(f"{name}={getattr(params, name)} is more than the vocabulary of {vocab:,} ids: lower it.")
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.stop_ids)
-        if params.min_new_tokens and len(stops) > MAX_STOP_IDS:
-            raise PromptError(f"min_new_tokens can hold back at most {MAX_STOP_IDS} stop ids and this request has {len(stops)}.")
-        drawable = set(range(vocab) if params.allowed_token_ids is None else params.allowed_token_ids)
-        if params.banned_token_ids or params.allowed_token_ids is not None:
-            drawable -= set(params.banned_token_ids)
-            if not drawable:
-                raise PromptError("banned_token_ids leave no id that could be drawn: ban fewer.")
-            if params.min_new_tokens and not drawable - stops:
-                raise PromptError("min_new_tokens holds back the stop ids and no other id may be drawn: lower it, or allow more.")
 
     def abort(self, request_id: int) -> None:
         """End a request and free its pages; its completion holds what it had."""
@@ -428,6 +390,32 @@ class FlexEngine:
             return trace(self.scheduler, self.runner, self._requests[request_id].sequence, forced_ids)
         finally:
             self._drop([request_id])
+
+    # ---- prompts in files ---------------------------------------------------------------------------------------
+
+    def save_prompt(self, prompt: Prompt, path: str | PathLike) -> list[int]:
+        """Compute a prompt and write its K/V to a file, for `load_prompt`; its token ids. Needs the prefix cache. Raises
+        PromptStateError, and ValueError as `submit` does."""
+        self._require_cache()
+        done = self.generate([prompt], SamplingParams(max_new_tokens=1, temperature=0.0))[0]
+        prompt_state.save(path, done.prompt_ids, self.runner, self.weight_epoch, self._fingerprint())
+        return done.prompt_ids
+
+    def load_prompt(self, path: str | PathLike) -> list[int]:
+        """Take up a prompt that `save_prompt` wrote; its token ids. Prompts that begin with them need not compute them while
+        their pages are not needed otherwise. Raises PromptStateError."""
+        self._require_cache()
+        return prompt_state.load(path, self.runner, self.weight_epoch, self._fingerprint())
+
+    def _require_cache(self) -> None:
+        if not self.config.prefix_cache:
+            raise prompt_state.PromptStateError("a prompt's state lives in the prefix cache: give EngineConfig(prefix_cache=True).")
+
+    def _fingerprint(self) -> str:
+        """Of the weights as they are in this epoch."""
+        if self._fingerprinted is None or self._fingerprinted[0] != self.weight_epoch:
+            self._fingerprinted = self.weight_epoch, fingerprint(sorted(self.runner.weights.items()))
+        return self._fingerprinted[1]
 
     # ---- what it is made of -------------------------------------------------------------------------------------
 

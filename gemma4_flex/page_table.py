@@ -183,6 +183,10 @@ class PageTable:
             elif page in self._evictable:
                 self._evictable[page] = self._evictable.pop(page)
 
+    def page_of(self, key: bytes) -> int | None:
+        """The page of `key`, where it has one."""
+        return self._published.get(key)
+
     def leading(self, keys: Seq[bytes]) -> int:
         """How many of `keys`, from the first on, have a page."""
         return next((n for n, key in enumerate(keys) if key not in self._published), len(keys))
@@ -228,6 +232,16 @@ class PageTable:
             self._changes[slot, logical] = page
         self._adopted.add(slot)
         return len(found) - copied
+
+    def install(self, keys: Seq[bytes]) -> list[int]:
+        """Publish pages that no sequence computed: a page of its own for each key, for the caller to write before anything
+        runs. The caller has seen that enough is free, and that no key has a page."""
+        assert len(keys) <= self.num_free and not any(key in self._published for key in keys)
+        pages = [self._take() for _ in keys]
+        for key, page in zip(keys, pages):
+            self._published[key], self._keys[page] = page, {key}
+            self._let_go(page)
+        return pages
 
     def exclusive(self, slot: int) -> list[int]:
         """Pages that only `slot` holds, for one whose numbers broke: they can be scrubbed, and no page of it is findable now."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gemma4_flex.logprobs import Logprobs, TokenLogprob
-from gemma4_flex.sequence import Sequence
-from gemma4_flex.text import Detokenizer
+from gemma4_flex.params import SamplingParams
+from gemma4_flex.sequence import MAX_STOP_IDS, Sequence
+from gemma4_flex.text import Detokenizer, PromptError
 
 
 @dataclass(frozen=True)
@@ -71,3 +72,26 @@ class Request:
         s = self.sequence
         return Completion(list(s.prompt_ids), list(s.output_ids), self.detokenizer.text, s.finish_reason, s.num_preemptions,
                           started, ended, s.sample, self.logprobs, self.prompt_logprobs)
+
+
+def check_against_model(params: SamplingParams, vocab: int, stop_ids: frozenset[int], *, has_tokenizer: bool) -> None:
+    """Raise PromptError for what a model of `vocab` ids, which stops at `stop_ids`, or its tokenizer cannot give."""
+    if params.stop and not has_tokenizer:
+        raise PromptError("stop strings need a tokenizer: use stop_token_ids.")
+    named = {name: getattr(params, name) or () for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids")}
+    for name, ids in {**named, "logit_bias": [token for token, _ in params.logit_bias]}.items():
+        if outside := [i for i in ids if i >= vocab]:
+            raise PromptError(f"{name} has {outside[0]}, which is outside the vocabulary of {vocab:,} ids.")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab:
+            raise PromptError(f"{name}={getattr(params, name)} is more than the vocabulary of {vocab:,} ids: lower it.")
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else stop_ids)
+    if params.min_new_tokens and len(stops) > MAX_STOP_IDS:
+        raise PromptError(f"min_new_tokens can hold back at most {MAX_STOP_IDS} stop ids and this request has {len(stops)}.")
+    drawable = set(range(vocab) if params.allowed_token_ids is None else params.allowed_token_ids)
+    if params.banned_token_ids or params.allowed_token_ids is not None:
+        drawable -= set(params.banned_token_ids)
+        if not drawable:
+            raise PromptError("banned_token_ids leave no id that could be drawn: ban fewer.")
+        if params.min_new_tokens and not drawable - stops:
+            raise PromptError("min_new_tokens holds back the stop ids and no other id may be drawn: lower it, or allow more.")

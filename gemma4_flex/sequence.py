@@ -5,6 +5,8 @@ from __future__ import annotations
 from gemma4_flex.params import SamplingParams
 from gemma4_flex.prefix import NEVER, Chain, Group
 
+MAX_STOP_IDS = 16     # that a step on the device looks for; the host looks for all of them
+
 
 class Sequence:
     """The tokens of one request and its state.

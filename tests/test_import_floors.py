@@ -14,11 +14,11 @@ PACKAGE = Path(__file__).resolve().parents[1] / "gemma4_flex"
 # A room is a module or sub-package right under the package. Rooms of one floor may know each other.
 FLOORS = {
     1: {"geometry", "sequence", "page_table", "scheduler", "params", "kernel_options", "text", "request", "sizing", "config_fields",
-        "prefix", "logprobs"},
+        "prefix", "logprobs", "stats"},
     2: {"kv_cache", "shared_kv", "masks", "rotary", "attention", "sampling", "step_graph", "compiled", "decode_state",
-        "row_attention", "fa4", "draws"},
+        "row_attention", "fa4", "draws", "fingerprint"},
     3: {"models", "checkpoints"},      # checkpoints need nothing of the engine, and FlexEngine.from_pretrained needs them
-    4: {"runner", "engine", "trace", "prefill", "memory"},
+    4: {"runner", "engine", "trace", "prefill", "memory", "prompt_state"},
     5: {"lora", "verify", "bench", "rollout"},
     6: {"serve", "__init__"},
 }

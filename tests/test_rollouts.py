@@ -285,3 +285,123 @@ def test_a_generation_config_that_cannot_be_used_is_named(model, generation):
     engine.generation = generation
     with pytest.raises(InvalidParameterError, match="the checkpoint's generation config: "):
         engine.submit([2, 5])
+
+
+# ---- prompts in files -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("how", [{}, {"shared_kv": "sidecar"}, {"deterministic": True}], ids=str)
+def test_a_saved_prompt_is_taken_up_by_another_engine_and_skips_what_it_holds(model, tmp_path, how):
+    prompt = some_prompts(45)[0]
+    ids = make_engine(model, prefix_cache=True, **how).save_prompt(prompt, tmp_path / "p.safetensors")
+    assert ids == prompt
+    engine = make_engine(tiny_model(), prefix_cache=True, **how)
+    assert engine.load_prompt(tmp_path / "p.safetensors") == prompt
+    assert engine.load_prompt(tmp_path / "p.safetensors") == prompt      # what is there already stays
+    for continued, hits in ((prompt + [9, 8, 7], 44), (prompt, 44), (prompt[:44], 40), (prompt[:20], None)):
+        engine.reset_stats()
+        done = engine.generate([continued], sampled(10, temperature=0.0))[0]
+        assert_greedy_as_hf(model, continued, done.token_ids)
+        if hits is not None:
+            assert engine.stats.prefix_hit_tokens == hits
+    assert_all_free(engine)
+    layers = {name for name in torch_names(tmp_path / "p.safetensors")}
+    assert layers == {f"{what}.{i}" for what in ("keys", "values") for i in range(4)}, "owner layers only"
+
+
+def torch_names(path) -> list[str]:
+    from safetensors import safe_open
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def test_a_loaded_prompt_gives_way_and_is_computed_anew(model, tmp_path):
+    prompt = some_prompts(30)[0]
+    make_engine(model, prefix_cache=True).save_prompt(prompt, tmp_path / "p")
+    engine = make_engine(model, prefix_cache=True, n_pages=20)
+    engine.load_prompt(tmp_path / "p")
+    for other in some_prompts(60, 55, 58, seed=4):
+        assert_greedy_as_hf(model, other, tokens_of(engine, [other], 5)[0])
+    assert_greedy_as_hf(model, prompt, tokens_of(engine, [prompt], 5)[0])
+    assert_all_free(engine)
+
+
+def test_a_state_that_does_not_fit_is_refused_in_one_sentence_and_changes_nothing(model, tmp_path):
+    from gemma4_flex.prompt_state import PromptStateError
+    prompt, path = some_prompts(45)[0], tmp_path / "p"
+    make_engine(model, prefix_cache=True).save_prompt(prompt, path)
+
+    def refused(says: str, engine, at=path):
+        free = {kind: list(table.free_pages) for kind, table in engine.runner.tables.items()}
+        with pytest.raises(PromptStateError, match=says):
+            engine.load_prompt(at)
+        assert free == {kind: table.free_pages for kind, table in engine.runner.tables.items()}
+    refused("other weights", make_engine(tiny_model(seed=1), prefix_cache=True))
+    changed = make_engine(tiny_model(), prefix_cache=True)
+    with changed.update_weights(), torch.no_grad():
+        changed.model.model.layers[0].mlp.up_proj.weight[3, 3] += 1e-3
+    refused("other weights", changed)
+    refused("give page_size=4", make_engine(model, prefix_cache=True, page_size=8))
+    refused("raise n_pages", make_engine(model, prefix_cache=True, n_pages=9))
+    refused("prefix_cache=True", make_engine(model))
+    refused("cannot read", make_engine(model, prefix_cache=True), tmp_path / "none")
+    (tmp_path / "text").write_text("hello")
+    refused("cannot read", make_engine(model, prefix_cache=True), tmp_path / "text")
+    with pytest.raises(PromptStateError, match="no whole page"):
+        make_engine(model, prefix_cache=True).save_prompt([2, 5], path)
+    with pytest.raises(PromptStateError, match="cannot write"):
+        make_engine(model, prefix_cache=True).save_prompt(prompt, tmp_path / "no" / "where")
+
+
+# ---- everything at once ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("seed, how", [(0, {}), (1, {"prefix_cache": True}), (2, {"prefix_cache": True, "shared_kv": "sidecar"})],
+                         ids=str)
+def test_any_course_of_groups_cancels_and_refreshes_on_few_pages_draws_as_hugging_face(model, seed, how):      # B43
+    engine = make_engine(model, n_pages=17, max_seq_length=44, max_prefill_tokens=7, decode_steps_per_sync=3, **how)
+    rng, asked, aborted = random.Random(seed), {}, set()
+    prompts = some_prompts(*(rng.randrange(1, 22) for _ in range(8)), seed=seed)
+    prompts += [prompt + [9, 8] for prompt in prompts[:4]]
+    for _ in range(150):
+        action = rng.random()
+        unfinished = [i for i in asked if not engine._requests[i].sequence.is_finished]
+        if action < 0.2 and len(unfinished) < 9:
+            number = rng.randrange(1 << 40)
+            fields = rng.choice([{"temperature": 0.0}, {"temperature": 1.3}, {"repetition_penalty": 1.3, "top_k": 9}])
+            params = sampled(rng.choice([1, 4, 9, 14]), seed=number, n=rng.choice([1, 1, 2, 4]), logprobs=0, **fields)
+            asked |= {i: (fields, number) for i in engine.submit_group(rng.choice(prompts), params)}
+        elif action < 0.25 and unfinished:
+            aborted.add(rng.choice(unfinished))
+            engine.abort(max(aborted))
+        elif action < 0.28:
+            with engine.update_weights(rng.choice(["recompute", "drain"])):
+                pass
+        elif engine.has_work:
+            engine.step()
+        for table in engine.runner.tables.values():
+            table.check()
+    while engine.has_work:
+        engine.step()
+    assert engine.stats.num_preemptions and engine.stats.group_hit_tokens
+    assert bool(engine.stats.prefix_hit_tokens) == ("prefix_cache" in how)
+    done = {i: engine.completion(i) for i in asked}
+    assert sum(d.finish_reason == "length" for d in done.values()) > 20
+    for i, one in done.items():
+        fields, number = asked[i]
+        assert len(one.logprobs.raw) == len(one.token_ids)
+        if fields.get("temperature") == 0:
+            if one.token_ids:
+                assert_greedy_as_hf(model, one.prompt_ids, one.token_ids)
+        else:
+            assert_sampled_as_hf(model, one, fields, number)
+    assert_all_free(engine)
+
+
+def test_prompts_packed_into_one_pass_do_not_see_each_other(model):      # B40
+    engine = make_engine(model, max_prefill_tokens=64)
+    first, other, last = some_prompts(13, 13, 17, seed=8)
+    params = sampled(1, temperature=0.0, logprobs=VOCAB)
+    beside = [engine.generate([prompt, last], params)[1].logprobs for prompt in (first, other)]
+    assert engine.stats.prefill_tokens == 60 and engine.stats.steps_eager == 0, "one pass a pair, and nothing decoded"
+    assert beside[0] == beside[1]
+    raw = hf_logits(model, last)[-1].log_softmax(-1)
+    assert dict(beside[0].top[0]) == pytest.approx({i: raw[i].item() for i in range(VOCAB)}, abs=1e-4)

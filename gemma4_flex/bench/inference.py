@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gemma4_flex.bench import stats_file, workload
 from gemma4_flex.bench.inference_flags import Command, UsageError, check_flags, engine_config, is_4bit, parser, sampling_params
+from gemma4_flex.bench.ranks import LostRankError, Ranks
 from gemma4_flex.geometry import UnsupportedModelError
 from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
 from gemma4_flex.scheduler import RequestRefusedError
@@ -88,12 +89,14 @@ def encode(args: argparse.Namespace, engine, prompts: list[workload.Prompt]) -> 
 
 
 def run(args: argparse.Namespace, command: Command, config: EngineConfig, params: SamplingParams,
-        prompts: list[workload.Prompt]) -> dict:
-    """Load, generate in rounds, and give the result."""
+        prompts: list[workload.Prompt], ranks: Ranks) -> dict | None:
+    """Load, generate in rounds, and give the result; where torchrun runs several processes, each does so for its share of the
+    prompts, and the first has the job's result and the others None."""
     from tqdm import tqdm
 
-    from gemma4_flex.bench import measure, report, roofline
+    from gemma4_flex.bench import measure, ranks_result, report, roofline
 
+    ranks.join(config.device)
     name = choose_model(args, command)
     engine, lora, packed = load(args, config, name)
     if engine.sizing:
@@ -101,16 +104,18 @@ def run(args: argparse.Namespace, command: Command, config: EngineConfig, params
     told = list(engine.notices)
     for notice in told:
         print(f"note: {notice}")
-    encoded, source, template = encode(args, engine, prompts)
-    quiet = not sys.stderr.isatty()
+    everyones, source, template = encode(args, engine, prompts)
+    encoded = ranks.share(everyones)
+    quiet = not (ranks.first and sys.stderr.isatty())
     print("preparing: kernels compile and decode steps are captured, about a minute the first time", flush=True)
     with tqdm(total=1 + args.n_rounds, desc="warm-up, then rounds", unit="round", disable=quiet) as bar:
         measurement = measure.measure_rounds(
-            engine, [list(p.ids) for p in encoded], params, n_rounds=args.n_rounds,
-            synchronize=measure.synchronizer(engine.config.device), on_round=lambda done: bar.update())
+            engine, [list(p.ids) for p in encoded], ranks.params_for(len(everyones), params, args.seed), n_rounds=args.n_rounds,
+            synchronize=measure.synchronizer(engine.config.device), before_round=ranks.meet, on_round=lambda done: bar.update())
     for notice in engine.notices[len(told):]:      # what came out when steps were captured
         print(f"note: {notice}")
     peak = measure.peak_memory_bytes(engine.config.device)      # before the bandwidth's own buffers count
+    ranks.meet()      # what the machine gives is measured by all ranks at once, since they share it
     options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     result = report.build_result(
         benchmark=command.name, model_name=name, engine=engine, measurement=measurement, prompts=encoded,
@@ -118,6 +123,9 @@ def run(args: argparse.Namespace, command: Command, config: EngineConfig, params
         matmul=roofline.matmul_rate(engine.config.device, engine.config.dtype), peak_memory=peak, options=options,
         notices=engine.notices, four_bit=packed, samples=params.n)
     result["lora"] = lora and lora.summary()
+    if ranks.launched:
+        results = ranks.gather(result)
+        return results and ranks_result.merge_results(results, everyones)
     if args.verify_no_drift:
         from gemma4_flex.engine import FlexEngine
         from gemma4_flex.lora.session import drift_result, drift_table
@@ -153,19 +161,29 @@ def main(command: Command, argv: list[str] | None = None) -> int:
     """The script `command`, run with `argv`: exit code 2 with one sentence for a mistake of the user's, 1 where drift
     verification failed, else 0."""
     args = parser(command).parse_args(argv)
-    try:      # what needs no torch comes first: a slip is told in a moment, not after a model was loaded
-        check_flags(args, command)
-        config, params = engine_config(args), sampling_params(args)
-        prompts = workload.first_prompts(workload.read_prompts(args.prompts or workload.BUNDLED), args.n_prompts)
-        path = stats_path(args, command)
-        result = run(args, command, config, params, prompts)
-    except ValueError as error:
-        if not is_for_the_user(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    show(result)
-    from gemma4_flex.bench import report
-    report.write_result(result, path)
-    print(f"result: {path}")
-    return 1 if not result.get("drift", {"passed": True})["passed"] else 0
+    ranks = Ranks.of_environment()
+    with ranks.job():
+        try:      # what needs no torch comes first: a slip is told in a moment, not after a model was loaded
+            check_flags(args, command)
+            config, params = engine_config(args), sampling_params(args)
+            prompts = workload.first_prompts(workload.read_prompts(args.prompts or workload.BUNDLED), args.n_prompts)
+            if ranks.launched and args.verify_no_drift:
+                raise UsageError("--verify_no_drift proves something of one process: run it without torchrun")
+            path = stats_path(args, command) if ranks.first else None
+            ranks = ranks.at_most(len(prompts))
+            result = None if ranks.idle else run(args, command, config, params, prompts, ranks)
+        except LostRankError as error:
+            print(f"error: {ranks}: {error}", file=sys.stderr)
+            return 1
+        except ValueError as error:
+            if not is_for_the_user(error):
+                raise
+            print(f"error: {f'{ranks}: ' if ranks.launched else ''}{error}", file=sys.stderr)
+            return 2
+        if result is None:      # the first rank has it
+            return 0
+        show(result)
+        from gemma4_flex.bench import report
+        report.write_result(result, path)
+        print(f"result: {path}")
+        return 1 if not result.get("drift", {"passed": True})["passed"] else 0

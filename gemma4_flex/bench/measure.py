@@ -126,13 +126,16 @@ class Measurement:
 
 def measure_rounds(engine, prompts: Sequence[Sequence[int]], params, *, n_rounds: int, n_warmup: int = 1,
                    synchronize: Callable[[], None], clock: Callable[[], float] = time.perf_counter,
+                   before_round: Callable[[], None] = lambda: None,
                    on_round: Callable[[Round], None] = lambda round: None) -> Measurement:
     """Generate for all `prompts` `n_warmup` + `n_rounds` times; the warm-up compiles and captures and is kept apart.
 
-    `on_round` is called after each round. Raises MeasurementError when a measured round's times contradict each other.
+    `before_round` is called before each round, off the clock, and `on_round` after it. Raises MeasurementError when a
+    measured round's times contradict each other.
     """
     warmup, rounds, tokens, completions = [], [], [], []
     for number in range(n_warmup + n_rounds):
+        before_round()
         before, served = _counters(engine.stats), len(engine.stats.ttft_ms)
         completions, wall_s = timed(lambda: engine.generate(prompts, params), synchronize=synchronize, clock=clock)
         counted = {name: after - before[name] for name, after in _counters(engine.stats).items()}

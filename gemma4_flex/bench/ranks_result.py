@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Sequence
 
 from gemma4_flex.bench.measure import summarize
+from gemma4_flex.bench.report import length_summary
 from gemma4_flex.bench.workload import EncodedPrompt, longest_shared_prefix
 
 RATES = ("decode_tps", "prefill_tps", "ms_per_step", "job_tps")
@@ -61,8 +62,8 @@ def merge_results(results: Sequence[dict], prompts: Sequence[EncodedPrompt]) -> 
         "warmup_rounds": [merge_rounds(rows) for rows in zip(*(result["warmup_rounds"] for result in results), strict=True)],
         "workload": first["workload"] | {
             "n_prompts": len(prompts), "longest_shared_prefix": longest_shared_prefix([prompt.ids for prompt in prompts]),
-            "prompt_tokens": _lengths([len(prompt.ids) for prompt in prompts]),
-            "output_tokens": _lengths([len(completion["token_ids"]) for completion in completions])},
+            "prompt_tokens": length_summary([len(prompt.ids) for prompt in prompts]),
+            "output_tokens": length_summary([len(completion["token_ids"]) for completion in completions])},
         **{f"{name}_median": found and found.median for name, found in summaries.items()},
         **{name: found and found.median for name, found in fractions.items()},
         "spread": {name: found and found.as_dict() for name, found in summaries.items()},
@@ -81,7 +82,3 @@ def merge_results(results: Sequence[dict], prompts: Sequence[EncodedPrompt]) -> 
         **{name: max(result[name] for result in results) for name in ("compile_s", "capture_s", "peak_memory_bytes")},
         "notices": list(dict.fromkeys(notice for result in results for notice in result["notices"])),
     }
-
-
-def _lengths(counts: Sequence[int]) -> dict[str, float]:
-    return {"total": sum(counts), "min": min(counts), "median": statistics.median(counts), "max": max(counts)}

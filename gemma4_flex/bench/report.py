@@ -102,7 +102,8 @@ def describe_geometry(geometry) -> dict:
             "vocab_size": geometry.vocab_size, "groups": groups, "parameters": dict(geometry.parameter_count())}
 
 
-def _lengths(counts: Sequence[int]) -> dict[str, float]:
+def length_summary(counts: Sequence[int]) -> dict[str, float]:
+    """How many tokens in all, and a prompt or output at least, in the middle and at most."""
     return {"total": sum(counts), "min": min(counts), "median": statistics.median(counts), "max": max(counts)}
 
 
@@ -187,7 +188,7 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
         "batch": config.max_batch_size,
         "workload": {"n_prompts": len(prompts), "samples": samples, "source": prompt_source, "chat_template": chat_template,
                      "longest_shared_prefix": longest_shared_prefix([p.ids for p in prompts]),
-                     "prompt_tokens": _lengths(prompt_lengths), "output_tokens": _lengths(output_lengths)},
+                     "prompt_tokens": length_summary(prompt_lengths), "output_tokens": length_summary(output_lengths)},
         "rounds": told, "warmup_rounds": rows(measurement.warmup),
         "compile_s": engine.stats.compile_s, "capture_s": engine.stats.capture_s,
         **{f"{name}_median": summary and summary.median for name, summary in summaries.items()},
@@ -253,7 +254,7 @@ def ranking(results: Sequence[dict]) -> str:
         reason = why_not_ranked(result)
         if reason:
             raise IncompleteResult(f"no ranking: result {number} ({result['model_name']}): {reason}")
-    rows = [[r["model_name"], r["device_name"], _dtype(r), _backends(r), r["batch"],
+    rows = [[r["model_name"], _devices(r), _dtype(r), _backends(r), r["batch"],
              _span(r["workload"]["prompt_tokens"]), _span(r["workload"]["output_tokens"]),
              _with_spread(r, "prefill_tps"), _with_spread(r, "decode_tps"), f"{r['floor_fraction']:.0%}",
              r["commit"][:8] + ("-dirty" if r["commit"].endswith("-dirty") else "")]
@@ -266,6 +267,10 @@ def ranking(results: Sequence[dict]) -> str:
 
 def _backends(result: dict) -> str:
     return ", ".join(f"{group} {backend}" for group, backend in sorted(result["attention_backends"].items()))
+
+
+def _devices(result: dict) -> str:
+    return f"{len(result['ranks'])} ranks, {result['device_name']}" if "ranks" in result else result["device_name"]
 
 
 def _dtype(result: dict) -> str:
@@ -302,12 +307,16 @@ def table(result: dict) -> str:
         reached["prefill"] = (f"{prefill['ms_per_round']:.1f} ms a round by {prefill['bound']}, "
                               f"{result['prefill_floor_fraction']:.1%} of it reached")
     samples = f" x {workload['samples']} samples" if workload.get("samples", 1) > 1 else ""
+    ranks = result.get("ranks", [])      # of a job that torchrun started
+    a_rank = f" on each of {len(ranks)} ranks" if ranks else ""
     rows = [
-        ("model", f"{result['model_name']}, {_dtype(result)} on {result['device_name']}"),
+        ("model", f"{result['model_name']}, {_dtype(result)} on {_devices(result)}"),
         ("attention", f"{_backends(result)}; shared layers {result['shared_kv']}"),
-        ("prompts", f"{workload['n_prompts']}{samples}, batch {result['batch']}, rounds after warm-up: {len(result['rounds'])}"),
+        ("prompts", f"{workload['n_prompts']}{samples}, batch {result['batch']}{a_rank}, "
+                    f"rounds after warm-up: {len(result['rounds'])}"),
         ("prompt tokens", _span(workload["prompt_tokens"])),
         ("output tokens", _span(workload["output_tokens"])),
+        *([("whole job, tok/s", _with_spread(result, "job_tps"))] if ranks else []),
         ("prefill tok/s", _with_spread(result, "prefill_tps")),
         ("decode tok/s", _with_spread(result, "decode_tps")),
         ("time to first token, ms", _with_spread(result, "ttft_ms")),

@@ -10,9 +10,8 @@ say so: a requantised weight has no unit in the last place, and its output no co
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gemma4_flex.checkpoints.four_bit import dequantized, is_4bit
+from gemma4_flex.fingerprint import fingerprint
 from gemma4_flex.lora.adapters import Adapter, Pair
 from gemma4_flex.lora.double_copy import DoubleCopy, merge, pristine_view
 from gemma4_flex.lora.requantize import deviation, is_requantized
@@ -49,15 +49,6 @@ class DriftReport:
     @property
     def passed(self) -> bool:
         return all(t.passed for t in (*self.tiers, *self.controls))
-
-
-def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """SHA-256 over name, dtype, shape and raw bytes of every tensor."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def state(model: nn.Module) -> list[tuple[str, Tensor]]:
