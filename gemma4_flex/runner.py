@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from gemma4_flex import fa4
-from gemma4_flex.attention import PagedBackend, flex_obstacle, row_width
-from gemma4_flex.compiled import PLANS, Regions, compile_obstacle
+from gemma4_flex.attention import row_width
+from gemma4_flex.backends import choose_backends, choose_regions
 from gemma4_flex.decode_state import DecodeState, RowState
 from gemma4_flex.draws import GREEDY, DrawTable, Features
 from gemma4_flex.geometry import ModelGeometry
-from gemma4_flex.kernel_options import choose
 from gemma4_flex.kv_cache import KVCache
 from gemma4_flex.logprobs import TokenLogprob
 from gemma4_flex.masks import Rows
@@ -79,8 +78,8 @@ class Runner:
         self.addresses = {name: weight.data_ptr() for name, weight in self.weights.items()}
         # dequantising has returned wrong data under capture (bitsandbytes#1308): a quantised step proves itself first
         self.must_validate = any(getattr(w, "quant_state", None) is not None for w in self.weights.values())
-        self.regions = self._choose_regions()
-        self.backends = self._choose_backends()
+        self.regions = choose_regions(config, self.notices, quantised=self.must_validate)
+        self.backends = choose_backends(geometry, config, self.cache, inline=self.regions.plan is not None, notices=self.notices)
         self.walk = walk_class(geometry)(model, geometry, PagedKV(self.backends, self.sidecar), self.regions)
         on_cpu_by_flex = self.device.type == "cpu" and any(b.name == "flex" for b in self.backends.values())
         # on a CPU every size costs flex seconds of C++ compiling, and padding rows next to nothing
@@ -110,46 +109,6 @@ class Runner:
     def compile_s(self) -> float:
         """Seconds spent compiling, kernels and regions."""
         return self.warm_up_s + self.regions.compile_s
-
-    def _choose_regions(self) -> Regions:
-        """What is compiled; nothing, by name in `notices`, where nothing can be."""
-        obstacle = None
-        if self.config.compile:
-            if self.must_validate:
-                obstacle = "4-bit weights: steps run uncompiled, bitsandbytes' parameters cannot be traced"
-            else:
-                obstacle = compile_obstacle(self.device.type)
-            if obstacle:
-                self.notices.append(obstacle)
-        return Regions(PLANS[self.device.type] if self.config.compile and not obstacle else None)
-
-    def _choose_backends(self) -> dict[str, PagedBackend]:
-        """`config.attention` for each attention type, or sdpa, by name in `notices`, where flex cannot run."""
-        obstacle = flex_obstacle(self.device.type) if self.config.attention == "flex" else None
-        if obstacle:
-            self.notices.append(obstacle)
-        backends = {}
-        for kind, group in self.cache.groups.items():
-            name = "sdpa" if obstacle else self.config.attention
-            given = {"decode": self.config.decode_kernel_options, "prefill": self.config.prefill_kernel_options}
-            options: dict[str, dict | None] = {phase: asked or None for phase, asked in given.items()}
-            if name == "flex" and self.device.type == "cuda":
-                card = torch.cuda.get_device_properties(self.device)
-                head_dim = self.geometry.layers[self.geometry.owners(kind)[0]].head_dim
-                for phase, asked in given.items():
-                    chosen = choose(head_dim, phase, (card.major, card.minor), card.shared_memory_per_block_optin,
-                                    dtype=self.config.dtype, page_size=self.config.page_size)
-                    options[phase] = chosen if not asked else {**(chosen or {}), **asked}
-                if None in options.values():
-                    name = "sdpa"
-                    self.notices.append(f"{kind}: no flex_attention configuration for head_dim {head_dim} fits {card.name} "
-                                        f"({card.shared_memory_per_block_optin:,} B of shared memory): sdpa instead")
-            layer = self.geometry.layers[self.geometry.owners(kind)[0]]
-            flash, line = fa4.prefill_options(layer, self.config, self.device, name=name)
-            options["prefill"] = flash or options["prefill"]
-            self.notices += [line] if line else []
-            backends[kind] = PagedBackend(name, group, options, inline=self.regions.plan is not None and self.device.type == "cuda")
-        return backends
 
     # ---- static state -------------------------------------------------------------------------------------------
 

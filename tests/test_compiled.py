@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from gemma4_flex import runner as runner_module
+from gemma4_flex import backends as backends_module
 from gemma4_flex.compiled import CompilePlan, Regions, compile_obstacle
 from gemma4_flex.draws import GREEDY
 from gemma4_flex.engine import FlexEngine
@@ -246,7 +246,7 @@ def test_compiled_with_a_sidecar_tokens_are_the_same(model):
 
 def test_a_region_a_kind_of_layer_with_fixed_sizes_is_compiled_once_a_kind(monkeypatch):
     model = tiny_model(SEED)      # six layers of four kinds, as a trainer has them: not laid side by side
-    monkeypatch.setitem(runner_module.PLANS, "cpu", STATIC)
+    monkeypatch.setitem(backends_module.PLANS, "cpu", STATIC)
     engine = make_engine(model, capture_cudagraph=True, **ONE_SHAPE)
     regions = engine.runner.regions
     assert (regions.scope, regions.plan.symbolic) == ("layer", False)
@@ -265,7 +265,7 @@ def test_compiled_in_bf16_every_contract_of_the_numbers_is_kept(monkeypatch):
     """The error against float64 is at most 1.1 of Hugging Face's own."""
     model = tiny_model(SEED, torch.bfloat16, **LAYERS)
     lay_side_by_side(model.model)
-    monkeypatch.setitem(runner_module.PLANS, "cpu", STATIC)
+    monkeypatch.setitem(backends_module.PLANS, "cpu", STATIC)
     engine = make_engine(model, capture_cudagraph=True, **ONE_SHAPE)
     oracles = consult(model, engine.geometry, some_prompts(1, 5, 17, 30), 8)
     verdict = judge(oracles, run_engine(engine, oracles), torch.bfloat16)

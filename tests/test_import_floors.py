@@ -18,7 +18,7 @@ FLOORS = {
     2: {"kv_cache", "shared_kv", "masks", "rotary", "attention", "sampling", "step_graph", "compiled", "decode_state",
         "row_attention", "fa4", "draws", "fingerprint"},
     3: {"models", "checkpoints"},      # checkpoints need nothing of the engine, and FlexEngine.from_pretrained needs them
-    4: {"runner", "engine", "trace", "prefill", "memory", "prompt_state"},
+    4: {"runner", "backends", "engine", "trace", "prefill", "memory", "prompt_state"},
     5: {"lora", "verify", "bench", "rollout"},
     6: {"serve", "__init__"},
 }

@@ -10,11 +10,12 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemma4_flex import decode_state, runner as runner_module
-from gemma4_flex.compiled import PLANS, Regions
+from gemma4_flex import backends as backends_module, decode_state
+from gemma4_flex.backends import choose_backends
 from gemma4_flex.engine import FlexEngine
 from gemma4_flex.masks import page_mask
-from gemma4_flex.runner import Runner, buckets_up_to
+from gemma4_flex.params import EngineConfig
+from gemma4_flex.runner import buckets_up_to
 from gemma4_flex.step_graph import CaptureError, NoHostReads
 from tests.engines import (
     assert_all_free,
@@ -395,7 +396,7 @@ def test_flex_equals_sdpa(engines):
 # ---- where flex cannot run ----------------------------------------------------------------------------------------
 
 def test_without_a_cpp_compiler_sdpa_runs_and_says_what_to_install(model, monkeypatch):
-    monkeypatch.setattr(runner_module, "flex_obstacle", lambda device: "no C++ compiler: install g++ for more speed")
+    monkeypatch.setattr(backends_module, "flex_obstacle", lambda device: "no C++ compiler: install g++ for more speed")
     engine = make_engine(model, attention="flex")
     assert engine.attention_backends == {FULL: "sdpa", SLIDING: "sdpa"}
     assert engine.notices == ["no C++ compiler: install g++ for more speed"]
@@ -412,13 +413,11 @@ def backends_on_a_card(engine: FlexEngine, monkeypatch, choose, **config):
     """What a runner would choose on a GPU for which the table of kernel options answers `choose`."""
     card = types.SimpleNamespace(name="Pretend 5", major=5, minor=0, shared_memory_per_block_optin=65_536)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(runner_module, "choose", choose)
-    monkeypatch.setattr(runner_module, "flex_obstacle", lambda device: None)
-    settings = {"attention": "flex", "decode_kernel_options": {}, "prefill_kernel_options": {}, "dtype": "bfloat16",
-                "page_size": 16, "deterministic": False, "fa4_prefill": False} | config
-    stub = types.SimpleNamespace(device=torch.device("cuda"), cache=engine.runner.cache, geometry=engine.geometry,
-                                 notices=[], regions=Regions(PLANS["cuda"]), config=types.SimpleNamespace(**settings))
-    return Runner._choose_backends(stub), stub.notices
+    monkeypatch.setattr(backends_module, "choose", choose)
+    monkeypatch.setattr(backends_module, "flex_obstacle", lambda device: None)
+    settings = EngineConfig(attention="flex", dtype="bfloat16", page_size=16, fa4_prefill=False, **config).resolved("cuda")
+    notices: list[str] = []
+    return choose_backends(engine.geometry, settings, engine.runner.cache, inline=True, notices=notices), notices
 
 
 def test_a_type_no_flex_configuration_fits_runs_on_sdpa_by_name_and_leaves_the_other_on_flex(engines, monkeypatch):

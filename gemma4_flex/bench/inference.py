@@ -109,9 +109,15 @@ def run(args: argparse.Namespace, command: Command, config: EngineConfig, params
     quiet = not (ranks.first and sys.stderr.isatty())
     print("preparing: kernels compile and decode steps are captured, about a minute the first time", flush=True)
     with tqdm(total=1 + args.n_rounds, desc="warm-up, then rounds", unit="round", disable=quiet) as bar:
-        measurement = measure.measure_rounds(
-            engine, [list(p.ids) for p in encoded], ranks.params_for(len(everyones), params, args.seed), n_rounds=args.n_rounds,
-            synchronize=measure.synchronizer(engine.config.device), before_round=ranks.meet, on_round=lambda done: bar.update())
+        try:
+            measurement = measure.measure_rounds(
+                engine, [list(p.ids) for p in encoded], ranks.params_for(len(everyones), params, args.seed),
+                n_rounds=args.n_rounds, synchronize=measure.synchronizer(engine.config.device), before_round=ranks.meet,
+                on_round=lambda done: bar.update())
+        except PromptError as error:      # which counts from the first prompt of this rank's share
+            if not (before := ranks.bounds(len(everyones))[0]):
+                raise
+            raise PromptError(f"of the prompts from number {before} on, {error}") from error
     for notice in engine.notices[len(told):]:      # what came out when steps were captured
         print(f"note: {notice}")
     peak = measure.peak_memory_bytes(engine.config.device)      # before the bandwidth's own buffers count
@@ -170,7 +176,9 @@ def main(command: Command, argv: list[str] | None = None) -> int:
             if ranks.launched and args.verify_no_drift:
                 raise UsageError("--verify_no_drift proves something of one process: run it without torchrun")
             path = stats_path(args, command) if ranks.first else None
-            ranks = ranks.at_most(len(prompts))
+            if len(prompts) < ranks.size:
+                print(f"note: {len(prompts)} prompt(s) for {ranks.size} ranks: those above have nothing to do")
+                ranks = ranks.at_most(len(prompts))
             result = None if ranks.idle else run(args, command, config, params, prompts, ranks)
         except LostRankError as error:
             print(f"error: {ranks}: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -94,8 +95,8 @@ class Ranks:
             try:
                 yield
             finally:
-                import torch.distributed as dist
-                if dist.is_initialized():
+                dist = sys.modules.get("torch.distributed")      # not there where a slip was told before anything was loaded
+                if dist and dist.is_initialized():
                     dist.destroy_process_group()
 
     def join(self, device: str) -> None:

@@ -23,6 +23,11 @@ def over(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None
+
+
 def merge_rounds(rows: Sequence[dict]) -> dict:
     """One round of the job from the same round of every rank, which all began at once (`report.build_result`'s rows)."""
     merged = {}
@@ -68,7 +73,7 @@ def merge_results(results: Sequence[dict], prompts: Sequence[EncodedPrompt]) -> 
         **{name: found and found.median for name, found in fractions.items()},
         "spread": {name: found and found.as_dict() for name, found in summaries.items()},
         "token_agreement": sum(r["token_agreement"] * len(r["completions"]) for r in results) / len(completions),
-        "floor": first["floor"] | {name: statistics.mean(result["floor"][name] for result in results)
+        "floor": first["floor"] | {name: mean_of_known([result["floor"][name] for result in results])
                                    for name in ("kv_bytes_per_step", "ms_per_step")},
         "prefill_floor": first["prefill_floor"] | {
             "flops": sum(result["prefill_floor"]["flops"] for result in results),

@@ -270,7 +270,8 @@ def _backends(result: dict) -> str:
 
 
 def _devices(result: dict) -> str:
-    return f"{len(result['ranks'])} ranks, {result['device_name']}" if "ranks" in result else result["device_name"]
+    ranks = len(result.get("ranks", []))
+    return f"{ranks} ranks, {result['device_name']}" if ranks > 1 else result["device_name"]
 
 
 def _dtype(result: dict) -> str:
@@ -308,7 +309,7 @@ def table(result: dict) -> str:
                               f"{result['prefill_floor_fraction']:.1%} of it reached")
     samples = f" x {workload['samples']} samples" if workload.get("samples", 1) > 1 else ""
     ranks = result.get("ranks", [])      # of a job that torchrun started
-    a_rank = f" on each of {len(ranks)} ranks" if ranks else ""
+    a_rank = f" on each of {len(ranks)} ranks" if len(ranks) > 1 else ""
     rows = [
         ("model", f"{result['model_name']}, {_dtype(result)} on {_devices(result)}"),
         ("attention", f"{_backends(result)}; shared layers {result['shared_kv']}"),
