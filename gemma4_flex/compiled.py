@@ -224,8 +224,8 @@ def _arranged(tensors: Sequence[Tensor], compiled: Compiled) -> object:
 def trace(fn: Callable, tensors: list[Tensor], *, symbolic: bool) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     """The graph of `fn(*tensors)`, a flat list of outputs, and the further tensors it takes: those that `fn` found by
     itself. With `symbolic`, sizes of `tensors` that nothing pins are symbols, apart from sizes of 1."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False) if symbolic else None,
-                          static_shapes=True)      # of the tensors that `fn` finds by itself
+    # without a shape environment Inductor keeps nothing on disk; static_shapes is for the tensors that `fn` finds by itself
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False), static_shapes=True)
     # a source of its own, or two inputs may be given the same symbols
     fakes = [mode.from_tensor(t, static_shapes=not symbolic, source=ConstantSource(f"input_{n}")) for n, t in enumerate(tensors)]
     # flex_attention goes through Dynamo, which would make symbols of the sizes it sees change

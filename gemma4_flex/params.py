@@ -62,7 +62,8 @@ class SamplingParams:
     presence_penalty, frequency_penalty: taken from the logits of generated tokens, once and by their count.
     logit_bias: a mapping, what is added to the logits of these ids; kept as sorted pairs.
     allowed_token_ids: the only ids that may be drawn, None for all. banned_token_ids: those that may not.
-    seed: decides the draws, below 2^63. None: the engine's seed and the request's number decide.
+    seed: decides the draws, below 2^63; requests that are to be independent need seeds of their own. None: the engine's seed
+        and the request's number decide.
     logprobs: None, or how many alternatives to give beside each generated token's log-probabilities (0: none).
     prompt_logprobs: the same of the prompt's tokens.
     ignore_eos: the model's own stop ids do not end the request; `stop_token_ids` still do.

@@ -147,10 +147,9 @@ class Rollout:
         adapter = self.adapter()
         if not any(bool(pair.up.detach().any()) for pair in adapter.pairs.values()):
             return None
-        start, config = self._now(), self.engine.config
-        small = replace(config, max_batch_size=min(2, config.max_batch_size), n_pages=None)      # it replays one prompt at a time
-        report = verify_no_drift(self.engine, self.double, adapter, lambda model: FlexEngine(model, self.tokenizer, small), prompts,
-                                 iterations=self.verify_cycles)
+        start = self._now()
+        report = verify_no_drift(self.engine, self.double, adapter, lambda model: FlexEngine(
+            model, self.tokenizer, self.engine.config), prompts, iterations=self.verify_cycles)
         if self.history:
             self.history[-1].drift, self.history[-1].verify_s = report, self._now() - start
         if not report.passed:

@@ -31,7 +31,7 @@ from gemma4_flex.models.walk import StepInputs
 from gemma4_flex.page_table import PageTable
 from gemma4_flex.params import EngineConfig
 from gemma4_flex.prefill import Sizes, prefill_inputs, sizes_of
-from gemma4_flex.sampling import NON_FINITE, alternatives
+from gemma4_flex.sampling import NON_FINITE, alternatives, token_logprobs
 from gemma4_flex.scheduler import Span
 from gemma4_flex.sequence import Sequence
 from gemma4_flex.shared_kv import Sidecar
@@ -148,6 +148,8 @@ class Runner:
     def _prefill_shapes(self, flex: bool) -> list[Sizes]:
         """Sizes of prefills that have to be compiled before the first job."""
         plan, batch = self.regions.plan, self.config.max_batch_size
+        if self.config.deterministic:      # prompts are decode steps
+            return []
         if plan is not None and not plan.symbolic:
             return [Sizes(tokens, self._most_rows(tokens), batch) for tokens in self.token_buckets]
         if flex:      # wanted tokens take the kernels of decode
@@ -279,7 +281,7 @@ class Runner:
         reaches the end. `score`: the requests whose prompt tokens' log-probabilities are wanted."""
         self.mirror_tables()
         if self.config.deterministic:
-            return self._prefill_as_decode(spans, score)
+            return self._prefill_as_decode(spans, record, score)
         plain = [span for span in spans if span.sequence.request_id not in score]
         scored = [span for span in spans if span.sequence.request_id in score]
         logits, broken, prompt = [], set(), {}
@@ -335,13 +337,13 @@ class Runner:
             return []
         raw = logits[: len(behind)].float()
         ids = torch.tensor(behind, device=raw.device)[:, None]
-        values = (raw.gather(1, ids) - raw.logsumexp(-1, keepdim=True))[:, 0].tolist()
+        values = token_logprobs(raw, ids)[:, 0].tolist()
         top = [()] * len(behind)
         if params.prompt_logprobs:
             top = [tuple(zip(*pair)) for pair in zip(*(t.tolist() for t in alternatives(raw, params.prompt_logprobs)))]
         return [TokenLogprob(value, None, best) for value, best in zip(values, top)]
 
-    def _prefill_as_decode(self, spans: Seq[Span], score: Collection[int]) -> Drawn:
+    def _prefill_as_decode(self, spans: Seq[Span], record: list[Tensor] | None, score: Collection[int]) -> Drawn:
         """`prefill`, by decode steps of one shape: a row a token, whichever sequence it is of. A token's K/V is written before
         any row of its step reads it, and a row sees what is not after it: what it computes does not depend on the others."""
         work = []
@@ -353,7 +355,10 @@ class Runner:
         self._prepare(features, shape)
         tokens, logits, logprobs, prompt, broken = {}, {}, {}, {}, set()
         for start in range(0, len(work), shape[0]):
-            some = work[start: start + shape[0]]
+            some, streams = work[start: start + shape[0]], []
+            if record is not None:
+                self.state.fill_tokens(some, shape[0])
+                self._decode_step(*shape, features, streams)
             self.state.fill_tokens(some, shape[0])
             found = self._run_step(shape, features)
             drawn = self.state.read(len(some), 1)
@@ -365,6 +370,8 @@ class Runner:
                     prompt.setdefault(s.request_id, []).extend(self._score(Span(s, at, 1), found[row: row + 1]))
                 if at + 1 == s.num_tokens:
                     tokens[s.request_id], logits[s.request_id] = token, found[row].clone()
+                    if record is not None:
+                        record += [stream[row: row + 1] for stream in streams]
                     if s.params.logprobs is not None:
                         logprobs[s.request_id] = known[row]
         rows = [logits[s.request_id] for s in ending]

@@ -46,8 +46,8 @@ def draw(logits: Tensor, ban: Tensor, banned_ids: Tensor, positions: Tensor, dra
         chosen = ids[:, None]
         processed = torch.zeros_like(raw[:, :1])
         if features.random:
-            processed = torch.where(greedy[:, None], 0.0, scores.gather(1, chosen) - scores.logsumexp(-1, keepdim=True))
-        logprobs = torch.cat([raw.gather(1, chosen) - raw.logsumexp(-1, keepdim=True), processed], dim=1)
+            processed = torch.where(greedy[:, None], 0.0, token_logprobs(scores, chosen))
+        logprobs = torch.cat([token_logprobs(raw, chosen), processed], dim=1)
     return torch.where(torch.isfinite(best), ids, NON_FINITE), logprobs
 
 
@@ -69,9 +69,14 @@ def tempered(scores: Tensor, draws: Draws, features: Features) -> Tensor:
 
 def alternatives(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` likeliest ids of each row and their raw log-probabilities, best first: [B, A] each."""
-    raw = logits.float()
-    values, ids = raw.topk(count, dim=-1)
-    return ids, values - raw.logsumexp(-1, keepdim=True)
+    values, ids = logits.float().log_softmax(-1).topk(count, dim=-1)
+    return ids, values
+
+
+def token_logprobs(scores: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities [B, A] of `ids` [B, A] under scores [B, V] (fp32). The largest score is taken off first: near 30 a
+    logit's own grain is 2e-6."""
+    return scores.log_softmax(-1).gather(1, ids)
 
 
 def _hold_back(scores: Tensor, ban: Tensor, ids: Tensor) -> Tensor:

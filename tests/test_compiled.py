@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils._pytree import tree_flatten
 
 from gemma4_flex import backends as backends_module
@@ -248,9 +249,10 @@ def test_a_region_a_kind_of_layer_with_fixed_sizes_is_compiled_once_a_kind(monke
     model = tiny_model(SEED)      # six layers of four kinds, as a trainer has them: not laid side by side
     monkeypatch.setitem(backends_module.PLANS, "cpu", STATIC)
     engine = make_engine(model, capture_cudagraph=True, **ONE_SHAPE)
-    regions = engine.runner.regions
+    regions, uncached = engine.runner.regions, counters["inductor"]["fxgraph_cache_bypass"]
     assert (regions.scope, regions.plan.symbolic) == ("layer", False)
     engine.runner._decode_step(1, 1)
+    assert counters["inductor"]["fxgraph_cache_bypass"] == uncached, "compiled code that is not kept on disk"
     kinds = {(layer.attention_type, layer.owns_kv) for layer in engine.geometry.layers}
     assert len(kinds) == 4 < engine.geometry.num_layers
     assert sorted(key[1:] for key, *_ in regions._compiled if key[0] == "layer") == sorted(kinds)

@@ -95,6 +95,9 @@ def test_what_was_rewritten_agrees_and_stays_as_it_is(copy):
 
 @pytest.mark.parametrize("name, pattern, edit", [
     ("lora", "bench_lora_tiny.json", lambda r: r["merged_over"]["unmerged"].update(median=1.99)),
+    ("deterministic", "deterministic_tiny_cpu.json", lambda r: r["proof"]["off"]["in order"].update(same_logprobs=99)),
+    ("deterministic", "deterministic_tiny_cpu.json",
+     lambda r: r["cost"]["one prompt"]["deterministic_over_off"]["wall_s"].update(median=99.0)),
     ("verify", "verify_tiny_float32_flex*.json", lambda r: r["levels"][-1].update(engine_mean=9.9e-6)),
     ("verify", "verify_tiny_bfloat16_flex*.json", lambda r: r["contracts"][0].update(passed=False)),
     ("synthetic", "synthetic_e2b_cpu.json", lambda r: r["spread"]["decode_tps"].update(median=99.0)),

@@ -248,8 +248,9 @@ def test_prompt_logprobs_are_the_models_cold_and_warm(model, how):      # B37
 
 # ---- deterministic --------------------------------------------------------------------------------------------------
 
-def test_bf16_tokens_and_logprobs_are_bitwise_the_same_alone_and_in_any_batch():
-    engine = make_engine(tiny_model(dtype=torch.bfloat16), deterministic=True, prefix_cache=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])      # on a CPU only fp32 differs where the mode is off
+def test_tokens_and_logprobs_are_bitwise_the_same_alone_and_in_any_batch(dtype):
+    engine = make_engine(tiny_model(dtype=dtype), deterministic=True, prefix_cache=True)
     params = sampled(10, logprobs=4, prompt_logprobs=2)
     alone = [engine.generate([p], params)[0] for p in PROMPTS]
     for order in ([3, 1, 0, 2], [1, 1, 2, 0, 3, 3]):
@@ -257,6 +258,15 @@ def test_bf16_tokens_and_logprobs_are_bitwise_the_same_alone_and_in_any_batch():
         for i, done in zip(order, together):
             assert done.token_ids == alone[i].token_ids
             assert done.logprobs == alone[i].logprobs and done.prompt_logprobs == alone[i].prompt_logprobs
+
+
+def test_a_trace_takes_the_same_steps(model):
+    prompt, forced = PROMPTS[1], PROMPTS[2]
+    found = make_engine(model, deterministic=True).trace(prompt, forced)
+    usual = make_engine(model).trace(prompt, forced)
+    wanted = hf_logits(model, prompt + forced)[len(prompt) - 1:]
+    torch.testing.assert_close(found.logits, wanted, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.hidden, usual.hidden, atol=1e-4, rtol=0)
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gemma4_flex.bench import growth_page
+from gemma4_flex.bench import deterministic_page, growth_page, grpo_report
 from gemma4_flex.bench.table import Table, spread
 from gemma4_flex.kernel_options import TABLE
 
@@ -105,6 +105,13 @@ def tell_growth(results: Results, link: Link) -> str:
         parts += [f"{model(r)}, {r['dtype']}, on {machine(r)} ({source(name, link)}).", growth_page.told(r, Table.markdown),
                   picture(name, link)]
     return "\n\n".join(parts)
+
+
+def tell_deterministic(results: Results, link: Link) -> str:
+    return "\n\n".join(
+        f"{model(r)}, {r['dtype']}, {'captured' if r['captured'] else 'eager'}, {'compiled' if r['compiled'] else 'not compiled'}, "
+        f"batch {r['max_batch_size']}, on {machine(r)} ({source(name, link)}).\n\n{deterministic_page.told(r, Table.markdown)}"
+        for name, r in results.items())
 
 
 def tell_kernels(results: Results, link: Link) -> str:
@@ -228,14 +235,36 @@ def _first_line(text: str | None) -> str:
     return lines[0] if lines else ""
 
 
+def tell_grpo(results: Results, link: Link) -> str:
+    rows, jobs, seen = [], [], []
+    for name, r in results.items():
+        for side, run in r["runs"].items():
+            off = run["agreement"]
+            rows.append([model(r), side, str(len(run["steps"])), *(f"{run['reward'][end]:.2f}" for end in ("first", "last")),
+                         *(f"{run['held_out'][end]:.0%}" for end in ("before", "after")), spread(run["rollout_tps"], 0),
+                         spread(run["refresh_ms"]) if run["refresh_ms"] else "",
+                         f"{off['ratio_off_mean']:.1e}, {off['ratio_off_max']:.1e}" if off else "", source(name, link)])
+        jobs += [[model(r), work, f"{job['prompt_tokens']['min']} to {job['prompt_tokens']['max']}",
+                  *(spread(job["seconds"][side], 2) for side in ("engine", "transformers")), spread(job["ratio"], 2)]
+                 for work, job in r["jobs"].items()]
+        seen.append(picture(name, link))
+    trained = Table(["model", "rollouts by", "steps", "reward, first steps", "last", "held out, before", "after", "rollout tok/s",
+                     "refresh ms", "importance ratio off 1.0: a step's mean, any token, at most", "from"], rows).markdown()
+    compared = Table(["model", "prompts", "tokens of each", "engine, s", "TRL's own generation, s", "engine over it"],
+                     jobs).markdown()
+    return "\n\n".join([trained, compared, *seen, machines(results)])
+
+
 KINDS: dict[str, Kind] = {
     "speed": Kind("compare_*.json", tell_speed),
     "compare": Kind("compare_*.json", tell_compare, draw_compare, has_decode),
     "device": Kind("device_*.json", tell_device),
     "device-parts": Kind("device_*.json", tell_device_parts),
+    "grpo": Kind("grpo_*.json", tell_grpo, grpo_report.plot),
     "kernels": Kind("kernel_report.json", tell_kernels),
     "timed-kernels": Kind("device_*.json", tell_timed_kernels),
     "growth": Kind("growth_*.json", tell_growth, growth_page.plot),
+    "deterministic": Kind("deterministic_*.json", tell_deterministic),
     "lora": Kind("bench_lora_*.json", tell_lora),
     "synthetic": Kind("synthetic_*.json", tell_inference),
     "verify": Kind("verify_*.json", tell_verify),

@@ -27,7 +27,7 @@ for phase, batch, length in (("decode", 8, 2048), ("prefill", 8, 256)):
         name: [times, [[l.kind, l.name, l.num_bytes] for l in launches]] for name, times, launches in step.regions}}))
 """
 # a step's launches as planned today; a change that lowers one lowers the number here
-MOST_LAUNCHES = {"decode": 395, "prefill": 466}
+MOST_LAUNCHES = {"decode": 396, "prefill": 466}
 # E2B, bf16: the weights that a decode step reads (DESIGN.md's floor), and 8 sequences' K/V: 2,048 tokens in 7 full layers of
 # 2 x 512, 512 in 28 sliding ones of 2 x 256
 FLOOR_BYTES = 4_560_000_000 + 8 * 2 * (7 * 2048 * 2 * 512 + 28 * 512 * 2 * 256)
