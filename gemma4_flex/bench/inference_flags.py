@@ -110,7 +110,8 @@ def _add_sampling(add) -> None:
     add("--presence_penalty", type=float, default=SAMPLING.presence_penalty, help="taken from the logits of generated tokens")
     add("--frequency_penalty", type=float, default=SAMPLING.frequency_penalty, help="the same, by how often they were generated")
     add("--sampling_seed", type=int, help="decides every draw; a prompt's samples differ (default: from --seed and the request)")
-    add("--n", type=int, default=SAMPLING.n, help="samples of each prompt, which is prefilled once (default 1)")
+    add("--n", "--n_samples", dest="n", type=int, default=SAMPLING.n,
+        help="samples of each prompt, which is prefilled once (default 1); by its second name under torchrun, which has an --n")
     add("--logprobs", type=int, metavar="K", help="record each token's log-probability, and K alternatives (0: none)")
 
 
