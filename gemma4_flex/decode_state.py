@@ -81,13 +81,13 @@ class DecodeState:
 
     def fill(self, sequences: Seq[Sequence], size: int) -> None:
         """Write the rows of `sequences`; up to `size` the others become padding. The next step is the first to be read."""
-        self._write([(s.last_token, s.num_tokens - 1, s.slot, len(s.prompt_ids) + s.params.min_new_tokens,
+        self._write([(s.last_token, s.num_tokens - 1, s.slot, len(s.prompt_ids) + min(s.params.min_new_tokens, s.max_output),
                       len(s.prompt_ids) + s.max_output) for s in sequences], sequences, size)
 
     def fill_tokens(self, tokens: Seq[tuple[Sequence, int, int]], size: int) -> None:
         """The same of tokens anywhere in their sequences, for one step: (sequence, position, id). What is drawn behind a token
         that is not its sequence's last means nothing."""
-        self._write([(token, at, s.slot, len(s.prompt_ids) + s.params.min_new_tokens,
+        self._write([(token, at, s.slot, len(s.prompt_ids) + min(s.params.min_new_tokens, s.max_output),
                       len(s.prompt_ids) + s.max_output if at + 1 == s.num_tokens else 0) for s, at, token in tokens],
                     [s for s, _, _ in tokens], size)
 

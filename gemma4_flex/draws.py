@@ -109,16 +109,21 @@ class DrawTable:
     def _write(self, s: Sequence) -> None:
         p, slot = s.params, s.slot
         features = features_of(p, self.vocab_size)
-        self._holder[slot], self._features[slot], self._counted[slot] = s.request_id, features, -1
         self.reals[:, slot] = torch.tensor([p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty,
                                             p.frequency_penalty])
-        self.wholes[:, slot] = torch.tensor([p.top_k, p.seed & WORD, p.seed >> 32, s.sample])
-        if features.edits and self.bias is None:
-            self.bias = self.reals.new_zeros(len(self._holder), self.vocab_size)
-            self.history = torch.zeros(len(self._holder), self.vocab_size, dtype=torch.int32, device=self.device)
+        self.wholes[:, slot] = torch.tensor([min(p.top_k, self.vocab_size), p.seed & WORD, p.seed >> 32, s.sample])
+        if features.edits:
+            self.make_edits()
         if self.bias is not None:
             self.bias[slot] = self._bias_row(p) if features.edits else 0.0
             self.history[slot] = 0
+        self._holder[slot], self._features[slot], self._counted[slot] = s.request_id, features, -1
+
+    def make_edits(self) -> None:
+        """Make the tables of vocabulary size, where they are not there."""
+        if self.bias is None:
+            self.bias = self.reals.new_zeros(len(self._holder), self.vocab_size)
+            self.history = torch.zeros(len(self._holder), self.vocab_size, dtype=torch.int32, device=self.device)
 
     def _bias_row(self, p: SamplingParams) -> Tensor:
         row = torch.zeros(self.vocab_size)

@@ -88,7 +88,8 @@ class FlexEngine:
         self._prepared = False
         self.weight_epoch = 0                        # raised by every `update_weights`
         self.weight_source: WeightSource | None = None
-        self._fingerprinted: tuple[int, str] | None = None      # an epoch and its weights'
+        self._fingerprinted: str | None = None      # of the weights as they were seen last
+        self._weights_seen = self._versions()
         self._undelivered: list[TokenEvent] = []     # drawn while draining, for the next `step` to hand out
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -203,8 +204,7 @@ class FlexEngine:
             drawn[0] |= found.tokens
             logprobs[0] |= {request_id: one for request_id, (one,) in found.logprobs.items()}
             for span in plan.prefill:
-                if scored := found.prompt.get(span.sequence.request_id):
-                    self._requests[span.sequence.request_id].take_prompt(span.start + 1, scored)
+                self._take_prompt(span, found.prompt.get(span.sequence.request_id, []))
             self.stats.prefill_s += seconds
             self.stats.prefill_tokens += sum(span.count for span in plan.prefill)
             self.stats.mixed_tokens += len(together)
@@ -224,6 +224,16 @@ class FlexEngine:
             self.scheduler.complete(plan, tokens)
             events += [self._event(request_id, token, known.get(request_id)) for request_id, token in tokens.items()]
         return events
+
+    def _take_prompt(self, span: Span, scored: list[TokenLogprob]) -> None:
+        """Keep what a span gave of its prompt's log-probabilities, for all samples; once they are whole, pages may be shared."""
+        request = self._requests[span.sequence.request_id]
+        if request.scores_prompt:
+            request.take_prompt(span.start + 1, scored)
+            if not request.scores_prompt:
+                for other in self._requests.values():
+                    if other.prompt_logprobs is request.prompt_logprobs:
+                        other.sequence.must_compute_prompt = False
 
     def _timed(self, work: Callable[[], Drawn]) -> tuple[Drawn, float]:
         """What `work` gives, and its seconds without those that compiling and capturing took."""
@@ -361,7 +371,11 @@ class FlexEngine:
         return ids
 
     def _check_weights(self) -> None:
-        """A weight that was rebound, not written in place, would leave the engine on the old one: an error, by name."""
+        """A weight that was rebound, not written in place, would leave the engine on the old one: an error, by name. Where one
+        was written outside `update_weights`, nothing computed before is found in the prefix cache any more."""
+        if (versions := self._versions()) != self._weights_seen:
+            self._weights_seen, self._fingerprinted = versions, None
+            self.scheduler.forget_prefixes(self.weight_epoch)
         mine = self.runner.addresses
         for name, tensor in (*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()):
             if name in mine and tensor.data_ptr() != mine[name]:
@@ -412,10 +426,14 @@ class FlexEngine:
             raise prompt_state.PromptStateError("a prompt's state lives in the prefix cache: give EngineConfig(prefix_cache=True).")
 
     def _fingerprint(self) -> str:
-        """Of the weights as they are in this epoch."""
-        if self._fingerprinted is None or self._fingerprinted[0] != self.weight_epoch:
-            self._fingerprinted = self.weight_epoch, fingerprint(sorted(self.runner.weights.items()))
-        return self._fingerprinted[1]
+        """Of the weights as they are."""
+        self._check_weights()
+        self._fingerprinted = self._fingerprinted or fingerprint(sorted(self.runner.weights.items()))
+        return self._fingerprinted
+
+    def _versions(self) -> int:
+        """Grows with every write to a weight in place, but for writes through `.data`, which PyTorch does not count."""
+        return sum(0 if weight.is_inference() else weight._version for weight in self.runner.weights.values())
 
     # ---- what it is made of -------------------------------------------------------------------------------------
 

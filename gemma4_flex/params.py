@@ -6,7 +6,6 @@ Both are frozen and checked when they are made, and every default of the project
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from gemma4_flex.kernel_options import check_options
 
 DEFAULT_PAGE_SIZE = {"cuda": 128, "cpu": 32}
 DEFAULT_ATTENTION = {"cuda": "flex", "cpu": "sdpa"}
+LARGEST = 1e30
 DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 
 
@@ -30,7 +30,8 @@ def _require_int(name: str, value: object, *, minimum: int) -> None:
 def _require_number(name: str, value: object, fits: Callable[[float], bool], says: str, *, optional: bool = True) -> None:
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not fits(value):
+    # not NaN, and small enough that no sum of it with a logit leaves fp32
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST or not fits(value):
         raise InvalidParameterError(f"{name}={value!r} cannot be used: give {says}.")
 
 
@@ -102,7 +103,8 @@ class SamplingParams:
         _require_number("temperature", self.temperature, lambda x: x >= 0, "0.0 (greedy) or more")
         _require_number("top_p", self.top_p, lambda x: 0 < x <= 1, "a share above 0.0 and up to 1.0")
         _require_number("min_p", self.min_p, lambda x: 0 <= x <= 1, "a share from 0.0 to 1.0")
-        _require_number("repetition_penalty", self.repetition_penalty, lambda x: x > 0, "a factor above 0.0, 1.0 for none")
+        _require_number("repetition_penalty", self.repetition_penalty, lambda x: 1e-6 <= x <= 1e6,
+                        "a factor above 0.0 (1e-6 to 1e6), 1.0 for none")
         for name in ("presence_penalty", "frequency_penalty"):
             _require_number(name, getattr(self, name), lambda x: True, "a finite number", optional=False)
         for name in ("top_k", "logprobs", "prompt_logprobs"):

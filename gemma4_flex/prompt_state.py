@@ -51,7 +51,7 @@ def _pages_of(group: KVGroup, pool: Tensor) -> Tensor:
 def save(path: str | os.PathLike, ids: Seq[int], runner: Runner, epoch: int, weights: str) -> None:
     """Write the state of prompt `ids`, just computed with the prefix cache on, by weights of the fingerprint `weights`.
     Raises PromptStateError where its pages are gone already, or the file cannot be written."""
-    path, tensors, starts = Path(path), {}, {}
+    path, tensors, starts = _path(path), {}, {}
     for kind, table in runner.tables.items():
         kept, group = _kept(table, ids, epoch), runner.cache.groups[kind]
         pages = [table.page_of(key) for key in kept.keys]
@@ -68,12 +68,20 @@ def save(path: str | os.PathLike, ids: Seq[int], runner: Runner, epoch: int, wei
         save_file(tensors, whole, metadata=told)
         os.replace(whole, path)
     except (OSError, SafetensorError) as error:
+        whole.unlink(missing_ok=True)
         raise PromptStateError(f"cannot write {path} ({error}): name a file in an existing, writable directory.") from error
+
+
+def _path(path: str | os.PathLike) -> Path:
+    if not isinstance(path, (str, os.PathLike)) or not Path(path).name:
+        raise PromptStateError(f"{path!r} names no file: give the path of one.")
+    return Path(path)
 
 
 def load(path: str | os.PathLike, runner: Runner, epoch: int, weights: str) -> list[int]:
     """Put the state in `path` into the prefix cache; the prompt's token ids. Raises PromptStateError for a file that is none or
     was made by other weights, another page size or dtype, and where the pools have no room; nothing has changed then."""
+    path = _path(path)
     try:
         with safe_open(path, framework="pt") as file:
             told = file.metadata() or {}

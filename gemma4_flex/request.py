@@ -63,6 +63,7 @@ class Request:
 
     def take_prompt(self, start: int, scored: list[TokenLogprob]) -> None:
         """Log-probabilities of prompt tokens start, start + 1, ...; those there already, from before a preemption, stay."""
+        assert start <= len(self.prompt_logprobs.raw), "a prompt token was passed over"
         for one in scored[len(self.prompt_logprobs.raw) - start:]:
             self.prompt_logprobs.append(one, self.sequence.params.prompt_logprobs)
 

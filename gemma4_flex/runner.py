@@ -19,7 +19,7 @@ from gemma4_flex import fa4
 from gemma4_flex.attention import row_width
 from gemma4_flex.backends import choose_backends, choose_regions
 from gemma4_flex.decode_state import DecodeState, RowState
-from gemma4_flex.draws import GREEDY, DrawTable, Features
+from gemma4_flex.draws import GREEDY, DrawTable, Features, together
 from gemma4_flex.geometry import ModelGeometry
 from gemma4_flex.kv_cache import KVCache
 from gemma4_flex.logprobs import TokenLogprob
@@ -101,7 +101,12 @@ class Runner:
                                   for _ in range(2))            # of decode, and of the draws behind a prefill
         self.graphs: dict[tuple[int, int, Features], StepGraph] = {}      # by batch and column bucket
         self._pool = None                                       # that captured steps share
-        self._ready = {GREEDY}                                  # features whose draws were compiled
+        # what every step does at least. Where bits must not depend on the neighbours, nor may the kernels: what a request may
+        # ask of a draw is always in the step
+        most = geometry.vocab_size
+        self.features = Features(True, True, most, True, min(32, most)) if config.deterministic else GREEDY
+        self._make_room(self.features)
+        self._ready: set[Features] = set()                      # features whose draws were compiled
         self.warm_up_s = self.capture_s = 0.0
         self.steps_replayed = self.steps_eager = 0
 
@@ -132,6 +137,7 @@ class Runner:
 
     def warm_up(self) -> None:
         """Compile every kernel and region a step can ask for, on padding rows only, and time it apart."""
+        self._prepare(self.features)
         start, before = time.perf_counter(), self.regions.compile_s
         flex = any(b.name == "flex" for b in self.backends.values())
         for sizes in self._prefill_shapes(flex):
@@ -175,7 +181,7 @@ class Runner:
                 with self.regions.off(), NoHostReads():
                     self._decode_step(*self._shapes()[-1])
             for size, columns in reversed(self._shapes()):
-                self.graphs[size, columns, GREEDY] = self._captured(size, columns, GREEDY)
+                self.graphs[size, columns, self.features] = self._captured(size, columns, self.features)
         except CaptureError as error:
             self.graphs = {}
             if not self.must_validate:
@@ -205,13 +211,19 @@ class Runner:
                 raise CaptureError(f"replay {n} of {VALIDATED_REPLAYS} on new inputs differs from the eager step")
         self.state.fill([], size)
 
+    def _make_room(self, features: Features) -> None:
+        """Make the tables and buffers that draws of `features` read and write."""
+        if features.edits:
+            self.draws.make_edits()
+        for state in (self.state, self.first):
+            state.make_room(features)
+
     def _prepare(self, features: Features, shape: tuple[int, int] | None = None) -> None:
         """Compile the draws of `features`, and where steps are captured that of `shape` with them, on padding rows."""
         start, before = time.perf_counter(), self.regions.compile_s
         if features not in self._ready:
             self._ready.add(features)
-            for state in (self.state, self.first):
-                state.make_room(features)
+            self._make_room(features)
             if self.regions.plan is not None and self.regions.plan.symbolic:      # one row would be taken for a constant
                 self.first.fill([], 2)
                 logits = torch.zeros(2, self.geometry.vocab_size, dtype=self.dtype, device=self.device)
@@ -224,13 +236,13 @@ class Runner:
 
     # ---- decode -------------------------------------------------------------------------------------------------
 
-    def _decode_step(self, size: int, columns: int, features: Features = GREEDY, record: list[Tensor] | None = None,
+    def _decode_step(self, size: int, columns: int, features: Features | None = None, record: list[Tensor] | None = None,
                      ) -> tuple[Tensor, Tensor]:
         """Token ids [size] and logits [size, V] of the decode step on the static buffers, which it moves on."""
         state = self.state.upto(size)
         rows = Rows(state.slots, state.positions, state.count, 1, columns=self.columns[:columns])
         logits, _ = self.walk(StepInputs(state.ids, state.positions, state.slots, rows), record)
-        return self._draw(self.state, logits, state, features), logits
+        return self._draw(self.state, logits, state, features or self.features), logits
 
     def _draw(self, state: DecodeState, logits: Tensor, rows: RowState, features: Features) -> Tensor:
         """Draw the tokens [B] of `rows` of `state` from logits [B, V], as a region, and move the rows on."""
@@ -249,7 +261,7 @@ class Runner:
         size = _bucket(self.buckets, len(sequences))
         reach = -(-(max(s.num_tokens for s in sequences) + steps - 1) // self.config.page_size)
         shape = size, _bucket(self.column_buckets, min(reach, self.column_buckets[-1]))
-        features = self.draws.assign(sequences, steps)
+        features = together([self.features, self.draws.assign(sequences, steps)])
         self._prepare(features, shape)
         if record is not None:
             self.state.fill(sequences, size)
@@ -351,7 +363,7 @@ class Runner:
             ids = span.sequence.token_ids
             work += [(span.sequence, at, ids[at]) for at in range(span.start, span.start + span.count)]
         ending = [span.sequence for span in spans if span.wants_logits]
-        shape, features = self._shapes()[-1], self.draws.assign(ending, 1)
+        shape, features = self._shapes()[-1], together([self.features, self.draws.assign(ending, 1)])
         self._prepare(features, shape)
         tokens, logits, logprobs, prompt, broken = {}, {}, {}, {}, set()
         for start in range(0, len(work), shape[0]):

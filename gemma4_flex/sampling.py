@@ -35,7 +35,7 @@ def draw(logits: Tensor, ban: Tensor, banned_ids: Tensor, positions: Tensor, dra
     """
     raw = logits.float()
     scores = allowed(raw, ban, banned_ids, draws, features)
-    best, ids = scores.max(dim=-1)
+    ids = scores.argmax(dim=-1)
     if features.random:
         greedy = draws.temperature == 0
         scores = tempered(scores, draws, features)
@@ -48,7 +48,7 @@ def draw(logits: Tensor, ban: Tensor, banned_ids: Tensor, positions: Tensor, dra
         if features.random:
             processed = torch.where(greedy[:, None], 0.0, token_logprobs(scores, chosen))
         logprobs = torch.cat([token_logprobs(raw, chosen), processed], dim=1)
-    return torch.where(torch.isfinite(best), ids, NON_FINITE), logprobs
+    return torch.where(torch.isfinite(raw.amax(dim=-1)), ids, NON_FINITE), logprobs      # the model's own numbers
 
 
 def allowed(scores: Tensor, ban: Tensor, banned_ids: Tensor, draws: Draws | None, features: Features) -> Tensor:

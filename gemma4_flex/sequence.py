@@ -19,6 +19,8 @@ class Sequence:
     finish_reason: None while unfinished, then "stop", "length", "abort" or what `Scheduler.finish` was told.
     num_preemptions: how often its pages were taken back.
     group, sample: the samples of its prompt and which of them it is; None and 0 for one alone.
+    must_compute_prompt: no token of it may be taken over, since log-probabilities of the prompt are still to be computed; the
+        engine takes it back from all samples when one of them has given those.
     num_cached: tokens that were not computed when it was last admitted, because others had.
     chain, num_published, publish_at: keys of its pages, how many of those that are whole it need not publish any more, and the
         num_computed at which it has something to publish (see `Prefixes`).
@@ -49,6 +51,7 @@ class Sequence:
         self.group = group
         self.sample = sample
         self.num_cached = 0
+        self.must_compute_prompt = params.prompt_logprobs is not None
         self.chain: Chain | None = None
         self.num_published = 0
         self.publish_at = NEVER
@@ -74,11 +77,6 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
-
-    @property
-    def must_compute_prompt(self) -> bool:
-        """Whether no token of it may be taken over: log-probabilities of its prompt are wanted, which the first sample gives."""
-        return self.params.prompt_logprobs is not None and self.sample == 0
 
     @property
     def bans_stops(self) -> bool:

@@ -209,6 +209,11 @@ class Rig:
         self.check_plan(plan)
         results = self.device.run(plan)
         meanwhile()
+        for span in plan.prefill:      # as the engine does, once the prompt's log-probabilities are known
+            if span.start + span.count >= len(span.sequence.prompt_ids) - 1:
+                for sequence in self.sequences:
+                    if sequence is span.sequence or (sequence.group is not None and sequence.group is span.sequence.group):
+                        sequence.must_compute_prompt = False
         scheduler.complete(plan, results[0])
         for tokens in results[1:]:      # as the engine does it
             left = tuple(sequence for sequence in plan.decode if not sequence.is_finished)

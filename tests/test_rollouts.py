@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gemma4_flex.params import InvalidParameterError, SamplingParams
+from gemma4_flex.prompt_state import PromptStateError
 from gemma4_flex.sampling import gumbel
 from gemma4_flex.text import PromptError
 from tests.engines import assert_all_free, assert_greedy_as_hf, hf_logits, make_engine, some_prompts, tokens_of
@@ -183,6 +184,21 @@ def test_keys_and_values_of_other_weights_are_never_taken_over(model):      # B3
             assert engine.stats.prefix_hit_tokens == hits
 
 
+def test_weights_written_outside_an_update_are_seen_too_and_a_saved_prompt_is_of_those_that_made_it(tmp_path):
+    changing, prompt = tiny_model(seed=0), some_prompts(30)[0]
+    engine = make_engine(changing, prefix_cache=True)
+    tokens_of(engine, [prompt], 2)
+    engine.save_prompt(PROMPTS[1], tmp_path / "before")
+    with torch.no_grad():
+        changing.model.layers[0].mlp.down_proj.weight.neg_()
+    assert_greedy_as_hf(changing, prompt, tokens_of(engine, [prompt], 8)[0])
+    engine.save_prompt(prompt, tmp_path / "after")
+    make_engine(changing, prefix_cache=True).load_prompt(tmp_path / "after")
+    for file, model in (("after", tiny_model(seed=0)), ("before", changing)):
+        with pytest.raises(PromptStateError, match="other weights"):
+            make_engine(model, prefix_cache=True).load_prompt(tmp_path / file)
+
+
 def test_a_request_whose_numbers_break_leaves_its_neighbours_pages_alone(model):
     engine = make_engine(model, prefix_cache=True)
     tokens_of(engine, [PROMPTS[1]], 4)
@@ -246,6 +262,24 @@ def test_prompt_logprobs_are_the_models_cold_and_warm(model, how):      # B37
     assert_all_free(engine)
 
 
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_prompt_logprobs_are_whole_though_the_sample_that_computed_them_is_aborted(model, warm, steps):
+    engine = make_engine(model, prefix_cache=True, max_prefill_tokens=8)
+    if warm:
+        tokens_of(engine, [PROMPTS[1]], 2)
+    ids = engine.submit_group(PROMPTS[1], sampled(4, n=3, prompt_logprobs=2))
+    for _ in range(steps):
+        engine.step()
+    engine.abort(ids[0])
+    while engine.has_work:
+        engine.step()
+    raw = hf_logits(model, PROMPTS[1]).log_softmax(-1)
+    wanted = [raw[i, token].item() for i, token in enumerate(PROMPTS[1][1:])]
+    for i in ids[1:]:
+        assert engine.completion(i).prompt_logprobs.raw[1:] == pytest.approx(wanted, abs=1e-4)
+
+
 # ---- deterministic --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])      # on a CPU only fp32 differs where the mode is off
@@ -269,6 +303,16 @@ def test_a_trace_takes_the_same_steps(model):
     torch.testing.assert_close(found.hidden, usual.hidden, atol=1e-4, rtol=0)
 
 
+def test_what_a_slot_held_before_breaks_no_request_that_is_still_being_prefilled(model):
+    engine = make_engine(model, deterministic=True, max_batch_size=2)
+    for _ in range(2):
+        engine.generate([[2, 5], [2, 6]], SamplingParams(temperature=0.0, max_new_tokens=1, allowed_token_ids=(1,)))
+    params = [
+        sampled(4, temperature=0.0, presence_penalty=0.1), SamplingParams(temperature=0.0, max_new_tokens=6, min_new_tokens=3)]
+    found = engine.generate([[2, 5, 6, 7, 8], some_prompts(40, seed=4)[0]], params)
+    assert "non_finite" not in [done.finish_reason for done in found]
+
+
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("fields, says", [
@@ -282,6 +326,16 @@ def test_what_the_vocabulary_cannot_give_is_refused_in_one_sentence(model, field
     with pytest.raises(PromptError) as error:
         engine.submit_group([2, 5], sampled(**fields))
     assert says in str(error.value) and not engine.has_work
+
+
+def test_the_largest_values_that_are_taken_run(model):
+    engine = make_engine(model)
+    params = [sampled(3, **fields) for fields in (
+        {"top_k": 1 << 70}, {"presence_penalty": 1e30, "frequency_penalty": -1e30}, {"logit_bias": {5: 1e30, 6: -1e30}},
+        {"repetition_penalty": 1e-6}, {"temperature": 1e30}, {"seed": (1 << 63) - 1})]
+    params.append(SamplingParams(max_new_tokens=1 << 70, min_new_tokens=1 << 69, temperature=0.0))
+    for done in engine.generate([PROMPTS[2]] * len(params), params):
+        assert done.finish_reason == "length"
 
 
 def test_submit_takes_one_sample(model):
@@ -336,7 +390,6 @@ def test_a_loaded_prompt_gives_way_and_is_computed_anew(model, tmp_path):
 
 
 def test_a_state_that_does_not_fit_is_refused_in_one_sentence_and_changes_nothing(model, tmp_path):
-    from gemma4_flex.prompt_state import PromptStateError
     prompt, path = some_prompts(45)[0], tmp_path / "p"
     make_engine(model, prefix_cache=True).save_prompt(prompt, path)
 
@@ -358,8 +411,11 @@ def test_a_state_that_does_not_fit_is_refused_in_one_sentence_and_changes_nothin
     refused("cannot read", make_engine(model, prefix_cache=True), tmp_path / "text")
     with pytest.raises(PromptStateError, match="no whole page"):
         make_engine(model, prefix_cache=True).save_prompt([2, 5], path)
-    with pytest.raises(PromptStateError, match="cannot write"):
-        make_engine(model, prefix_cache=True).save_prompt(prompt, tmp_path / "no" / "where")
+    for nowhere, says in ((tmp_path / "no" / "where", "cannot write"), (tmp_path, "cannot write"), ("", "names no file"),
+                          (".", "names no file"), (None, "names no file")):
+        with pytest.raises(PromptStateError, match=says):
+            make_engine(model, prefix_cache=True).save_prompt(prompt, nowhere)
+    assert not list(tmp_path.parent.glob("*.part"))
 
 
 # ---- everything at once ---------------------------------------------------------------------------------------------

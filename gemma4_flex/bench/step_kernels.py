@@ -29,6 +29,7 @@ from gemma4_flex.checkpoints.files import read_json
 from gemma4_flex.checkpoints.skeleton import materialize, meta_text_model
 from gemma4_flex.compiled import PLANS, Regions, _tf32 as tf32
 from gemma4_flex.decode_state import DecodeState
+from gemma4_flex.draws import GREEDY
 from gemma4_flex.geometry import LayerGeometry, ModelGeometry
 from gemma4_flex.kernel_options import choose
 from gemma4_flex.kv_cache import KVCache
@@ -134,6 +135,7 @@ class FakeRunner(Runner):
         self.walk.device_type = "cuda"
         self.walk.library = matmuls_for("cuda", getattr(torch, dtype), 0, decode=False, compiled=True).plain
         self.device, self.regions, self.config = torch.device("cpu"), self.noted, _Config(PAGE_SIZE)
+        self.features = GREEDY
         self.width, self.column_buckets = PREFILL_WIDTH, [len(self.columns)]
 
     def _owner(self, kind: str) -> LayerGeometry:
