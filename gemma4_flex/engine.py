@@ -19,6 +19,7 @@ from gemma4_flex.geometry import ModelGeometry, plain_config
 from gemma4_flex.kv_cache import memory_bytes
 from gemma4_flex.logprobs import Logprobs, TokenLogprob
 from gemma4_flex.memory import pages_for, sized_tables
+from gemma4_flex.models.projections import table
 from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
 from gemma4_flex.prefix import Group
 from gemma4_flex.request import Completion, Request, TokenEvent, check_against_model
@@ -63,7 +64,7 @@ class FlexEngine:
         if not hasattr(model, "lm_head") or not hasattr(getattr(model, "model", None), "layers"):
             raise ValueError(f"{type(model).__name__} is no causal LM with its text model at .model: give a Gemma4ForCausalLM, "
                              "for a PEFT model lora.double_copy.DoubleCopy(model).inference, for a name from_pretrained.")
-        weight = model.lm_head.weight
+        weight = model.model.norm.weight      # which is never packed
         dtype = str(weight.dtype).removeprefix("torch.")
         if config.device not in ("auto", weight.device.type):
             raise ValueError(f"the model is on {weight.device} but EngineConfig(device={config.device!r}): move one of them.")
@@ -73,6 +74,7 @@ class FlexEngine:
         self.model, self.tokenizer = model, tokenizer
         self.geometry = ModelGeometry.from_config(model.config)
         self.geometry.assert_matches(model.model)
+        check_ple(model.model, self.geometry, self.config)
         self.generation = plain_config(getattr(model, "generation_config", None) or {})
         self.stop_ids = frozenset(i for i in model_stop_ids(model, tokenizer) if i < self.geometry.vocab_size)
         self.sizing = ""                             # how gpu_memory_utilization came to the pools' pages
@@ -97,14 +99,16 @@ class FlexEngine:
 
     @classmethod
     def from_pretrained(cls, name: str, config: EngineConfig | None = None,
-                        change: Callable[[nn.Module], nn.Module] = lambda model: model, *, four_bit: bool = False) -> FlexEngine:
-        """An engine on a named checkpoint: `tiny`, `synthetic:E2B`, a Hugging Face directory or hub id; with `four_bit`, one
-        that bitsandbytes quantised. `change` may put another model over the loaded one (`quantize_4bit`, for one)."""
+                        change: Callable[[nn.Module], nn.Module] = lambda model: model, *, four_bit: bool = False,
+                        gguf_weights: str = "packed") -> FlexEngine:
+        """An engine on a named checkpoint: `tiny`, `synthetic:E2B`, a Hugging Face or MLX directory, a GGUF file or a hub id; with
+        `four_bit`, one that bitsandbytes quantised. `gguf_weights`: whether a GGUF file's quantised weights stay "packed" or are
+        decoded as they are read ("dequantize"). `change` may put another model over the loaded one (`quantize_4bit`, for one)."""
         from gemma4_flex.checkpoints import load_text_model
         config = config or EngineConfig()
         config = config.resolved("cuda" if torch.cuda.is_available() else "cpu")
         loaded = load_text_model(str(name), dtype=getattr(torch, config.dtype), device=config.device, seed=config.seed,
-                                 four_bit=four_bit)
+                                 four_bit=four_bit, gguf_weights=gguf_weights, ple=config.ple)
         return cls(change(loaded.model), loaded.tokenizer, config)
 
     def _check_room(self, weight: Tensor) -> None:
@@ -458,7 +462,7 @@ class FlexEngine:
 
     def _counts(self) -> dict[str, int]:
         """What the scheduler has counted since the engine was made."""
-        scheduler, per_token = self.scheduler, self.geometry.kv_bytes_per_token(self.model.lm_head.weight.element_size())
+        scheduler, per_token = self.scheduler, self.geometry.kv_bytes_per_token(self.runner.dtype.itemsize)
         return {"num_preemptions": scheduler.num_preemptions, "prefix_hit_tokens": scheduler.prefix_hit_tokens,
                 "group_hit_tokens": scheduler.group_hit_tokens, "shared_bytes": sum(
                     pages * self.config.page_size * per_token[kind] for kind, pages in scheduler.pages_shared.items())}
@@ -470,12 +474,27 @@ class FlexEngine:
         self._stats = EngineStats()
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes of weights (each storage once), of the K/V pools by group, and of the sidecar."""
+        """Bytes of weights (each storage once), of what of them is in host memory, of the K/V pools by group, and of the
+        sidecar."""
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.runner.weights.values()}
-        report = {"weights": sum(storages.values())}
+        table = self.runner.ple_table_bytes() if self.config.ple == "host" else 0
+        report = {"weights": sum(storages.values()) - table, "ple_host": table}
         report |= {f"kv.{kind}": group.num_bytes() for kind, group in self.runner.cache.groups.items()}
         report["sidecar"] = self.runner.sidecar.num_bytes() if self.runner.sidecar else 0
         return report
+
+
+def check_ple(text: nn.Module, geometry: ModelGeometry, config: EngineConfig) -> None:
+    """Raise InvalidParameterError unless the table of per-layer embeddings is where `config.ple` says."""
+    if not geometry.ple_width:
+        if config.ple == "host":
+            raise InvalidParameterError(f"ple='host' cannot be used: a {geometry.architecture} model has no per-layer embeddings.")
+        return
+    weight = table(text.embed_tokens_per_layer)
+    place = (weight if isinstance(weight, Tensor) else weight.parts[0]).device.type
+    if place != ("cpu" if config.ple == "host" else config.device):
+        raise InvalidParameterError(f"the table of per-layer embeddings is in {place} memory and ple={config.ple!r}: load the model "
+                                    f"with load_text_model(..., ple={config.ple!r}).")
 
 
 def model_stop_ids(model: nn.Module, tokenizer) -> frozenset[int]:

@@ -92,7 +92,7 @@ def memory_in_use(device: torch.device) -> tuple[int, int]:
 def pages_for(model: nn.Module, geometry: ModelGeometry, config: EngineConfig) -> tuple[int, str]:
     """Pages of the full-attention group for `config.gpu_memory_utilization` of the device's memory, and how that came about.
     Raises InvalidParameterError where nothing is left for K/V."""
-    weight = model.lm_head.weight
+    weight = model.model.norm.weight
     step = step_bytes(model, geometry, config)
     used, total = memory_in_use(weight.device)
     budget = int(config.gpu_memory_utilization * total) - used - step

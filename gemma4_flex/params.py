@@ -180,6 +180,8 @@ class EngineConfig:
     attention: "flex" (compiled flex_attention), "sdpa" (pages gathered, then scaled_dot_product_attention) or "auto": flex on
         a GPU, sdpa on a CPU, where it is part of the compiled step.
     shared_kv: "paged" (shared layers read their owner's pages) or "sidecar" (they read a fixed-address copy).
+    ple: where the table of per-layer embeddings is, "device" or "host": in (pinned) host memory, out of which a step fetches the
+        rows of its tokens.
     capture_cudagraph: capture one decode graph per batch bucket and replay it.
     compile: compile steps with Inductor.
     decode_steps_per_sync: most decode steps that run before the host looks at what they drew; what is drawn is the same.
@@ -205,6 +207,7 @@ class EngineConfig:
     dtype: str = "auto"
     attention: str = "auto"
     shared_kv: str = "paged"
+    ple: str = "device"
     capture_cudagraph: bool = False
     compile: bool = True
     decode_steps_per_sync: int = 8
@@ -231,6 +234,7 @@ class EngineConfig:
         _require_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _require_choice("attention", self.attention, ("auto", "flex", "sdpa"))
         _require_choice("shared_kv", self.shared_kv, ("paged", "sidecar"))
+        _require_choice("ple", self.ple, ("device", "host"))
         for name in ("capture_cudagraph", "compile", "mixed_prefill", "prefix_cache", "deterministic"):
             _require_bool(name, getattr(self, name))
         _require_int("decode_steps_per_sync", self.decode_steps_per_sync, minimum=1)

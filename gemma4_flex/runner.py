@@ -25,7 +25,7 @@ from gemma4_flex.kv_cache import KVCache
 from gemma4_flex.logprobs import TokenLogprob
 from gemma4_flex.masks import Rows
 from gemma4_flex.models.paged import PagedKV
-from gemma4_flex.models.projections import view_of
+from gemma4_flex.models.projections import PLE_TABLE, view_of
 from gemma4_flex.models.registry import walk_class
 from gemma4_flex.models.walk import StepInputs
 from gemma4_flex.page_table import PageTable
@@ -68,7 +68,7 @@ class Runner:
 
     def __init__(self, model: nn.Module, geometry: ModelGeometry, config: EngineConfig, tables: Mapping[str, PageTable]):
         self.geometry, self.config, self.tables = geometry, config, tables
-        self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
+        self.device, self.dtype = model.model.norm.weight.device, model.model.norm.weight.dtype
         self.notices: list[str] = []
         self.cache = KVCache(geometry, tables, self.dtype, self.device)
         self.sidecar = Sidecar(geometry, config.max_batch_size + 1, config.max_seq_length, config.page_size, self.dtype,
@@ -80,7 +80,7 @@ class Runner:
         self.must_validate = any(getattr(w, "quant_state", None) is not None for w in self.weights.values())
         self.regions = choose_regions(config, self.notices, quantised=self.must_validate)
         self.backends = choose_backends(geometry, config, self.cache, inline=self.regions.plan is not None, notices=self.notices)
-        self.walk = walk_class(geometry)(model, geometry, PagedKV(self.backends, self.sidecar), self.regions)
+        self.walk = walk_class(geometry)(model, geometry, PagedKV(self.backends, self.sidecar), self.regions, ple=config.ple)
         on_cpu_by_flex = self.device.type == "cpu" and any(b.name == "flex" for b in self.backends.values())
         # on a CPU every size costs flex seconds of C++ compiling, and padding rows next to nothing
         self.buckets = buckets_up_to(config.max_batch_size, 4 if on_cpu_by_flex else 2)[-1 if config.deterministic else 0:]
@@ -114,6 +114,11 @@ class Runner:
     def compile_s(self) -> float:
         """Seconds spent compiling, kernels and regions."""
         return self.warm_up_s + self.regions.compile_s
+
+    def ple_table_bytes(self) -> int:
+        """Bytes of the table of per-layer embeddings, wherever it is."""
+        name = f"{PLE_TABLE}."
+        return sum(t.nbytes for path, t in self.weights.items() if path.startswith(name) and not path.endswith("embed_scale"))
 
     # ---- static state -------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ FLOORS = {
     1: {"geometry", "sequence", "page_table", "scheduler", "params", "kernel_options", "text", "request", "sizing", "config_fields",
         "prefix", "logprobs", "stats"},
     2: {"kv_cache", "shared_kv", "masks", "rotary", "attention", "sampling", "step_graph", "compiled", "decode_state",
-        "row_attention", "fa4", "draws", "fingerprint"},
+        "row_attention", "fa4", "draws", "fingerprint", "packed", "ggml_blocks", "ggml_quantize", "mlx_packing", "host_table"},
     3: {"models", "checkpoints"},      # checkpoints need nothing of the engine, and FlexEngine.from_pretrained needs them
     4: {"runner", "backends", "engine", "trace", "prefill", "memory", "prompt_state"},
     5: {"lora", "verify", "bench", "rollout"},
@@ -24,7 +24,7 @@ FLOORS = {
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 # Libraries a floor may use besides the standard one; a floor that is not named here may use any.
-LIBRARIES = {1: set(), 2: {"torch"}}
+LIBRARIES = {1: set(), 2: {"torch", "triton"}}      # torch brings triton with it where there is a GPU
 # (module or room, what it may not import although its floor would allow it)
 FORBIDDEN = [
     ("gemma4_flex.checkpoints", "gemma4_flex.engine"),

@@ -65,7 +65,8 @@ def load(args: argparse.Namespace, config: EngineConfig, name: str):
             packed = four_bit.describe_4bit(model)
         return lora.put_on(model) if lora else model
 
-    engine = FlexEngine.from_pretrained(name, config, change, four_bit=bool(args.model_name_4bit))
+    engine = FlexEngine.from_pretrained(name, config, change, four_bit=bool(args.model_name_4bit),
+                                        gguf_weights=args.gguf_weights or "packed")
     if lora:
         summary = lora.summary()
         print("adapter: {directory}, {modules} modules, {how}, {extra_bytes:,} bytes for the second copy".format(

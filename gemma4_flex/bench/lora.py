@@ -48,7 +48,7 @@ def measure_lora(loaded, adapter: Adapter, config: EngineConfig, prompts: Seq[Se
     floor_s = refresh_bytes(double, adapter) / bandwidth.bytes_per_s
     median = {name: summarize(values).median for name, values in rates.items()}
     pairwise = {name: summarize([a / b for a, b in zip(rates["merged"], rates[name])]) for name in ("no adapter", "unmerged")}
-    expected = all_linear_bytes(engines["merged"].geometry, loaded.model.lm_head.weight.element_size())
+    expected = all_linear_bytes(engines["merged"].geometry, loaded.model.model.norm.weight.element_size())
     refresh = summarize(refreshes)
     return {
         "batch": len(prompts), "prompt_tokens": [len(p) for p in prompts], "new_tokens": new_tokens, "rounds": rounds,

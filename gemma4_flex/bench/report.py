@@ -19,6 +19,7 @@ from gemma4_flex.bench import stats_file
 from gemma4_flex.bench.measure import MIN_ROUNDS, Measurement, Round, summarize
 from gemma4_flex.bench.roofline import Bandwidth, Floor, MatmulRate, decode_floor, prefill_floor
 from gemma4_flex.bench.workload import EncodedPrompt, longest_shared_prefix
+from gemma4_flex.models.packed_modules import describe_packed
 
 SCHEMA_VERSION = 1
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -146,6 +147,7 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
     `options` are the caller's own settings (rounds, prompts, lengths); the engine's resolved config joins them, and the
     sizes its steps come in. `four_bit` is `checkpoints.four_bit.describe_4bit` of a model with 4-bit weights.
     """
+    packed = describe_packed(engine.model, engine.geometry)
     config, geometry, rounds = engine.config, engine.geometry, measurement.rounds
     element = ELEMENT_BYTES[config.dtype]
     prompt_lengths = [len(p.ids) for p in prompts]
@@ -155,7 +157,7 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
     lengths = [(len(p.ids) - bool(n), made + bool(n)) for (p, n), made in zip(sampled, output_lengths, strict=True)]
 
     rates = {"bytes_per_element": element, "bytes_per_s": bandwidth.bytes_per_s, "flop_per_s": matmul.flop_per_s,
-             "weight_bytes": four_bit and four_bit["step_weight_bytes"]}
+             "weight_bytes": (four_bit or packed or {}).get("step_weight_bytes")}
     prefill = prefill_floor(geometry, prompt_lengths, passes=-(-len(prompts) // config.max_batch_size), **rates)
 
     def rows(some: Sequence[Round]) -> list[dict]:
@@ -205,7 +207,7 @@ def build_result(*, benchmark: str, model_name: str, engine, measurement: Measur
         "kv_bytes_per_token": dict(geometry.kv_bytes_per_token(element)),
         "completions": completions,
         "answers": {"asked": len(asked), "exact": sum(c["text"].strip() == c["expected"] for c in asked)},
-        "notices": list(notices), "four_bit": four_bit,
+        "notices": list(notices), "four_bit": four_bit, "packed": packed,
     }
     check_result(result)
     return result
@@ -275,12 +277,21 @@ def _devices(result: dict) -> str:
 
 
 def _dtype(result: dict) -> str:
-    four_bit = result.get("four_bit")
-    return result["dtype"] if not four_bit else f"{four_bit['quant_type']} and {result['dtype']}"
+    kinds = [result["four_bit"]["quant_type"]] if result.get("four_bit") else list((result.get("packed") or {}).get("packings", ()))
+    return f"{', '.join(kinds)} and {result['dtype']}" if kinds else result["dtype"]
 
 
 def _span(lengths: dict) -> str:
     return f"{lengths['min']:,} to {lengths['max']:,}, {lengths['total']:,} in all"
+
+
+def _ple_rows(result: dict) -> list[tuple[str, str]]:
+    """Where the table of per-layer embeddings is, for a model that has one and a result that says so."""
+    table = result.get("memory", {}).get("ple_host", 0)
+    if not table:
+        return []
+    return [("per-layer embeddings", f"{_bytes(table)} in host memory; inside a step, captured or not, a kernel reads the rows of its "
+                                     f"tokens, so that up to {result['config']['decode_steps_per_sync']} steps run between syncs")]
 
 
 def _with_spread(result: dict, name: str) -> str:
@@ -327,6 +338,7 @@ def table(result: dict) -> str:
         ("measured bandwidth", f"{result['bandwidth_bytes_per_s'] / 1e9:,.1f} GB/s"),
         ("measured matmul rate", f"{result['matmul_flop_per_s'] / 1e9:,.0f} GFLOP/s"),
         ("peak memory", _bytes(result["peak_memory_bytes"])),
+        *_ple_rows(result),
         *((f"KV per token, {group}", _bytes(count)) for group, count in sorted(result["kv_bytes_per_token"].items())),
         ("fits at once", ", ".join(f"{fit['sequences']:,} x {fit['tokens']:,} tokens" for fit in result["fits"])),
         ("decode steps", f"{result['steps_replayed']:,} replayed, {result['steps_eager']:,} eager"),

@@ -13,12 +13,12 @@ from gemma4_flex.checkpoints.skeleton import CheckpointError, LoadedModel
 TINY = ASSETS / "tiny-gemma4"
 
 
-def load_tiny(*, dtype: torch.dtype, device: str) -> LoadedModel:
+def load_tiny(*, dtype: torch.dtype, device: str, ple: str = "device") -> LoadedModel:
     """The bundled model. Raises CheckpointError where the package was installed without it."""
     if not TINY.is_dir():
         raise CheckpointError("this copy of gemma4-flex comes without its bundled model: "
                               "run scripts/make_tiny_checkpoint.py or name another model")
-    return load_directory(TINY, dtype=dtype, device=device, source="tiny (bundled)")
+    return load_directory(TINY, dtype=dtype, device=device, ple=ple, source="tiny (bundled)")
 
 
 def bundled_tokenizer(vocab_size: int) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from gemma4_flex.checkpoints.skeleton import CheckpointError
 from gemma4_flex.geometry import ModelGeometry
+from gemma4_flex.models.packed_modules import is_packed
 
 # by the last component of a module's path, compared whole: `gate_proj` is not `per_layer_input_gate`
 QUANTIZED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -60,7 +61,11 @@ def is_4bit(weight: Tensor | None) -> bool:
 
 
 def plan_4bit(model: nn.Module) -> FourBitPlan:
-    """What `quantize_4bit` will do to a causal LM. Raises CheckpointError for a linear the plan says nothing of."""
+    """What `quantize_4bit` will do to a causal LM. Raises CheckpointError for a linear the plan says nothing of, and for weights
+    that are packed already."""
+    if already := next((m.packing.name for m in model.modules() if is_packed(m)), None):
+        raise CheckpointError(f"the checkpoint's weights are quantised already ({already}) and can't be quantised to 4 bits anew: "
+                              "leave out --load_in_4bit, or name a checkpoint in bfloat16")
     found: dict[bool, list[str]] = {True: [], False: []}
     for path, module in _weighted(model):
         name = path.rpartition(".")[2]

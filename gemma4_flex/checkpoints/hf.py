@@ -18,7 +18,7 @@ import torch
 
 from gemma4_flex.checkpoints.files import INDEX, locate, open_tensors, read_json
 from gemma4_flex.checkpoints.prequantized import check_dtype, check_packed, check_quantization, load_packed, packed_linears
-from gemma4_flex.checkpoints.published import PUBLISHED, check_claim
+from gemma4_flex.checkpoints.published import PUBLISHED
 from gemma4_flex.checkpoints.skeleton import (
     CheckpointError,
     LoadedModel,
@@ -29,17 +29,18 @@ from gemma4_flex.checkpoints.skeleton import (
 )
 from gemma4_flex.geometry import ModelGeometry
 
-NAMES = f"tiny, {', '.join(f'synthetic:{name}' for name in PUBLISHED)}, synthetic:<config.json> or a local Hugging Face directory"
+NAMES = (f"tiny, {', '.join(f'synthetic:{name}' for name in PUBLISHED)}, synthetic:<config.json>, a local Hugging Face or MLX "
+         "directory, a .gguf file")
 TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 SHARED_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.")
 ROTARY = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")      # tables that old Llama checkpoints hold
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def load_directory(path: Path, *, dtype: torch.dtype, device: str, source: str | None = None,
+def load_directory(path: Path, *, dtype: torch.dtype, device: str, ple: str = "device", source: str | None = None,
                    four_bit: bool = False) -> LoadedModel:
-    """The text model of the Hugging Face checkpoint in directory `path`, cast to `dtype`, on `device`; with `four_bit`, of
-    one whose linears bitsandbytes quantised.
+    """The text model of the Hugging Face checkpoint in directory `path`, cast to `dtype`, on `device`, its table of per-layer
+    embeddings where `ple` says; with `four_bit`, of one whose linears bitsandbytes quantised.
 
     Raises UnsupportedModelError for a config that cannot be run, before any weight is read, and CheckpointError for
     files that do not make up the model.
@@ -60,7 +61,7 @@ def load_directory(path: Path, *, dtype: torch.dtype, device: str, source: str |
     if packed:
         check_packed(model, where, packed)
         load_packed(model, where, packed, device)
-    materialize(model, device)
+    materialize(model, device, ple)
     fill(weights_of(model), where, plan)
     if geometry.tied_head and "lm_head.weight" in where:
         check_tied_copy(model, where["lm_head.weight"])
@@ -72,25 +73,6 @@ def load_directory(path: Path, *, dtype: torch.dtype, device: str, source: str |
     attach_generation_config(model, generation, stops)
     return LoadedModel(model=model, tokenizer=tokenizer, geometry=geometry, source=source or str(path), stop_ids=stops,
                        skipped=skipped)
-
-
-def load_hub(name: str, *, dtype: torch.dtype, device: str, four_bit: bool = False) -> LoadedModel:
-    """The text model of a hub id, downloaded or from the local hub cache. Its config is fetched and judged first."""
-    config = read_json(download(name, ["config.json"]) / "config.json")
-    check_claim(name, ModelGeometry.from_config(config))
-    check_quantization(name, config, four_bit=four_bit)
-    path = download(name, ["*.json", "*.jinja", "*.model", "model*.safetensors"])
-    return load_directory(path, dtype=dtype, device=device, source=name, four_bit=four_bit)
-
-
-def download(name: str, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:      # the hub client raises a dozen kinds; to a user they all mean this
-        raise CheckpointError(f"{name!r} is no local directory and could not be had from the hub "
-                              f"({type(error).__name__}); names that need no download: {NAMES}") from error
 
 
 def plan_tensors(

@@ -14,6 +14,7 @@ from torch import nn
 
 from gemma4_flex.config_fields import fields_of
 from gemma4_flex.geometry import ModelGeometry
+from gemma4_flex.models.projections import PLE_TABLE
 from gemma4_flex.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
@@ -76,16 +77,30 @@ def meta_text_model(config: Any, *, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
+def place_of(path: str, device: str | torch.device, ple: str) -> dict[str, Any]:
+    """Where the weight of the module at `path` is allocated, as arguments of `torch.empty`: on `device`, but for the table of
+    per-layer embeddings where `ple` is "host", which goes to host memory, pinned for a GPU."""
+    if path != PLE_TABLE or ple == "device":
+        return {"device": device}
+    return {"device": "cpu", "pin_memory": torch.device(device).type == "cuda"}
+
+
+def place(path: str, tensor: torch.Tensor, device: str | torch.device, ple: str) -> torch.Tensor:
+    """`tensor`, a part of the weight of the module at `path`, copied to where it belongs."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, **place_of(path, device, ple)).copy_(tensor)
+
+
 @torch.no_grad()
-def materialize(model: PreTrainedModel, device: str | torch.device) -> None:
-    """Allocates each weight of a meta model on `device`, once (tied ones stay tied, contents undefined), and makes the
-    tables that no checkpoint holds: rotary frequencies in fp32, embedding scales in the model's dtype."""
+def materialize(model: PreTrainedModel, device: str | torch.device, ple: str = "device") -> None:
+    """Allocates each weight of a meta model where it belongs (`place_of`), once (tied ones stay tied, contents undefined), and
+    makes the tables that no checkpoint holds: rotary frequencies in fp32, embedding scales in the model's dtype."""
     made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, meta in module._parameters.items():
             if meta is not None and meta.is_meta:
                 if id(meta) not in made:
-                    made[id(meta)] = nn.Parameter(torch.empty_like(meta, device=device), requires_grad=False)
+                    where = place_of(path, device, ple)
+                    made[id(meta)] = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, **where), requires_grad=False)
                 module._parameters[name] = made[id(meta)]
     for layer in model.model.layers:
         if hasattr(layer, "layer_scalar"):
@@ -94,7 +109,7 @@ def materialize(model: PreTrainedModel, device: str | torch.device) -> None:
     text = model.model
     text.rotary_emb = type(text.rotary_emb)(text.config).to(device)
     for embedding in (module for module in text.children() if hasattr(module, "scalar_embed_scale")):
-        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=embedding.weight.dtype, device=device)
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, dtype=text.norm.weight.dtype, device=device)
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert not left, f"this transformers version has tensors that the loader does not make: {left}"
 

@@ -28,7 +28,7 @@ from gemma4_flex.geometry import ModelGeometry
 CHUNK = 1 << 20     # elements drawn at a time: small enough to stay in a CPU's cache
 
 
-def load_synthetic(which: str, *, dtype: torch.dtype, device: str, seed: int) -> LoadedModel:
+def load_synthetic(which: str, *, dtype: torch.dtype, device: str, seed: int, ple: str = "device") -> LoadedModel:
     """Random weights for `which`: a name in PUBLISHED, or the path of a config.json, made straight on `device` in `dtype`.
 
     The same seed and device type give the same weights, and bf16 ones are the fp32 ones rounded.
@@ -40,7 +40,7 @@ def load_synthetic(which: str, *, dtype: torch.dtype, device: str, seed: int) ->
     geometry = ModelGeometry.from_config(config)
     model = meta_text_model(config, dtype=dtype)
     geometry.assert_matches(model.model)
-    materialize(model, device)
+    materialize(model, device, ple)
     randomize(model, geometry, seed)
     tokenizer = bundled_tokenizer(geometry.vocab_size)
     stops = token_ids(model.config.eos_token_id) | tokenizer_stop_ids(tokenizer)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gemma4_flex.geometry import ModelGeometry
+from gemma4_flex.models.packed_modules import unpacked, weight_of
 
 # the text linears of a layer, and of an E-series layer or prelude, by the last component of their path
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -132,7 +133,7 @@ def random_adapter(model: nn.Module, targets: str | Iterable[str], *, rank: int,
     generator = torch.Generator().manual_seed(seed)
     linears, pairs = linears_of(model), {}
     for path in choose_targets(model, targets):
-        weight = linears[path].weight.detach()
+        weight = unpacked(weight_of(linears[path])).detach()
         down = torch.randn(rank, weight.shape[1], generator=generator) / weight.shape[1] ** 0.5
         up = torch.randn(weight.shape[0], rank, generator=generator)
         scaling = alpha / rank

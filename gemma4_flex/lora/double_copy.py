@@ -25,7 +25,9 @@ from gemma4_flex.lora.adapters import (
     linears_of,
     load_adapter,
 )
+from gemma4_flex.models.packed_modules import unpack_linears, unpacked, weight_of
 from gemma4_flex.models.projections import lay_side_by_side, view_of
+from gemma4_flex.packed import PackedWeight
 
 SLICE = {"cpu": 1 << 18, "cuda": 1 << 22}      # elements merged at a time
 
@@ -45,7 +47,8 @@ def pristine_view(model: nn.Module) -> nn.Module:
 class DoubleCopy:
     """`base` (a causal LM, plain or wrapped by PEFT) and `inference`, its refreshable twin.
 
-    `targets` are the linears an adapter may ever change: "all-linear", or names by whole path components.
+    `targets` are the linears an adapter may ever change: "all-linear", or names by whole path components. A target that is
+    packed (GGUF, MLX) is unpacked in the inference copy, into the model's dtype: what is merged is what it computes with.
     """
 
     def __init__(self, base: nn.Module, targets: str | Iterable[str] = ALL_LINEAR):
@@ -54,14 +57,17 @@ class DoubleCopy:
         paths = choose_targets(self.base, targets)
         if not paths:
             raise AdapterError(f"a double copy without targets can take no adapter: name some, or {ALL_LINEAR!r}.")
+        unpack_linears(self.inference, paths)
         mine, theirs = linears_of(self.inference), linears_of(self.base)
-        self.pristine: dict[str, Tensor] = {path: theirs[path].weight for path in paths}
+        self.pristine: dict[str, Tensor | PackedWeight] = {path: weight_of(theirs[path]) for path in paths}
         self.merged: dict[str, Tensor] = {path: self._own_weight(path, mine[path]) for path in paths}
         lay_side_by_side(self.inference.model, set(self.merged.values()))
         self.engines: weakref.WeakSet = weakref.WeakSet()      # that run `inference` and must hear of a refresh
 
     def _own_weight(self, path: str, linear: nn.Module) -> nn.Parameter:
         """Give a linear of the inference copy a weight of its own."""
+        if isinstance(self.pristine[path], PackedWeight):       # just unpacked
+            return linear.weight
         if not self.pristine[path].is_floating_point():
             raise AdapterError(f"{path} is quantised: run the adapter unmerged, or use lora.requantize.RequantizedCopy.")
         weight = nn.Parameter(self.pristine[path].detach().clone(), requires_grad=False)
@@ -109,14 +115,15 @@ class DoubleCopy:
     @torch.no_grad()
     def write_one(self, path: str, pair: Pair | None) -> None:
         """Write one target in place: merged with `pair`, or the base's value for None. `refresh` does all of them."""
+        base = unpacked(self.pristine[path])
         if pair is None:
-            self.merged[path].copy_(self.pristine[path])
+            self.merged[path].copy_(base)
         else:
-            _merge_by_rows(self.merged[path], self.pristine[path], pair)
+            _merge_by_rows(self.merged[path], base, pair)
 
     def _stays_finite(self, path: str, pair: Pair) -> bool:
         """Whether one target, merged, will be finite in the dtype it is read in."""
-        return stays_finite(self.pristine[path], pair, self.merged[path].dtype)
+        return stays_finite(unpacked(self.pristine[path]), pair, self.merged[path].dtype)
 
 
 def stays_finite(base: Tensor, pair: Pair, dtype: torch.dtype) -> bool:

@@ -24,6 +24,8 @@ from gemma4_flex.lora.adapters import Adapter, Pair
 from gemma4_flex.lora.double_copy import DoubleCopy, merge, pristine_view
 from gemma4_flex.lora.requantize import deviation, is_requantized
 from gemma4_flex.lora.unmerged import unmerged_view
+from gemma4_flex.models.packed_modules import unpack_linears, unpacked
+from gemma4_flex.packed import PackedWeight
 
 # what a merged step may differ from PEFT's unmerged one: both round, at different places
 OUTPUT_CONTRACT = {torch.float32: {"kl_max": 1e-6, "top1_min": 0.999}, torch.bfloat16: {"kl_max": 0.05, "top1_min": 0.9}}
@@ -137,7 +139,7 @@ def _accuracy_tier(double: DoubleCopy, adapter: Adapter) -> Tier:
             if not is_requantized(merged, double.pristine[path], adapter.pairs.get(path)):
                 wrong.append(path)
             continue
-        exact = double.pristine[path].detach().double()
+        exact = unpacked(double.pristine[path]).detach().double()
         allowed = half_ulp(exact, merged.dtype)
         if path in adapter.pairs:
             pair = adapter.pairs[path]
@@ -184,7 +186,7 @@ def _unmerged_tier(double: DoubleCopy, adapter: Adapter, prompts, tokens, logits
             at = int((~same).nonzero()[0])
             top = theirs[at].topk(2).values
             divergence = {"prompt": n, "token": at, "margin": (top[0] - top[1]).item()}
-    contract = OUTPUT_CONTRACT[double.base.lm_head.weight.dtype]
+    contract = OUTPUT_CONTRACT[double.base.model.norm.weight.dtype]
     kl, top1 = max(kls), agree / rows
     applies = not any(is_4bit(w) for w in double.merged.values())
     detail = f"KL at most {kl:.3g}, top-1 agreement {top1:.1%}, first divergence {divergence or 'none'}"
@@ -208,6 +210,7 @@ def _controls(engine, double: DoubleCopy, adapter: Adapter, before: dict) -> lis
 def _control_merge_unmerge(double: DoubleCopy, adapter: Adapter) -> Tier:
     """PEFT's own merge and unmerge, on a scratch copy of the targets: in bf16 it must drift, or the test sees nothing."""
     scratch = pristine_view(double.base)
+    unpack_linears(scratch, double.pristine)
     scratch = unmerged_view(copy.deepcopy(scratch), adapter)
     layers = [m for m in scratch.modules() if hasattr(m, "lora_A") and hasattr(m, "merge")]
     start = [dequantized(m.base_layer.weight).clone() for m in layers]
@@ -247,7 +250,8 @@ def _control_skipped(double: DoubleCopy, adapter: Adapter, before: str) -> Tier:
 
 def _control_one_bit(double: DoubleCopy, before: str) -> Tier:
     path, weight = next(iter(double.pristine.items()))
-    raw = weight.detach().view(torch.uint8).view(-1)
+    part = weight.parts[0] if isinstance(weight, PackedWeight) else weight.detach()
+    raw = part.view(torch.uint8).view(-1)
     raw[0] ^= 1
     caught = not _base_tier(double, before).passed
     raw[0] ^= 1

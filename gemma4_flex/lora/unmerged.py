@@ -28,11 +28,10 @@ def unmerged_view(model: nn.Module, adapter: Adapter) -> nn.Module:
     for name, parameter in view.named_parameters():      # PEFT freezes what it wraps: these tensors are the caller's
         if name.replace(".base_layer", "") in wants_grad:
             parameter.requires_grad_(wants_grad[name.replace(".base_layer", "")])
-    linears = linears_of(view)
+    linears, device = linears_of(view), view.model.norm.weight.device
     for path, pair in adapter.pairs.items():
         module = linears[path]
         dtype = torch.float if pair.down.dtype == torch.float16 else pair.down.dtype
-        device = module.base_layer.weight.device
         for place, tensor in ((module.lora_A, pair.down), (module.lora_B, pair.up)):
             place["default"].weight = nn.Parameter(tensor.detach().to(device, dtype), requires_grad=False)
         assert abs(module.scaling["default"] - pair.scaling) <= 1e-6 * abs(pair.scaling)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gemma4_flex.compiled import Regions
 from gemma4_flex.geometry import LayerGeometry, ModelGeometry
 from gemma4_flex.models.paged import LayerKV, PagedKV, StepKV
-from gemma4_flex.models.projections import Projection, gated, project, projection
+from gemma4_flex.models.projections import Projection, gated, look_up, project, projection, table
 from gemma4_flex.models.walk import Begun, StepInputs, Walk
 from gemma4_flex.rotary import cos_sin, rotate
 
@@ -52,8 +52,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class DenseWalk(Walk):
     """The walk of Qwen3ForCausalLM and LlamaForCausalLM."""
 
-    def __init__(self, model: nn.Module, geometry: ModelGeometry, kv: PagedKV, regions: Regions | None = None):
-        super().__init__(model, geometry, kv, regions)
+    def __init__(self, model: nn.Module, geometry: ModelGeometry, kv: PagedKV, regions: Regions | None = None, *,
+                 ple: str = "device"):
+        super().__init__(model, geometry, kv, regions, ple=ple)
+        self.tokens = table(self.text.embed_tokens)
         # made anew by transformers itself, which knows every regime: the model's own table may have been cast with its weights
         rotary = type(self.text.rotary_emb)(self.text.config)
         self.frequencies = rotary.inv_freq.float().to(self.device)
@@ -63,7 +65,7 @@ class DenseWalk(Walk):
         return layer_weights(module)
 
     def _begin(self, step: StepInputs) -> Begun:
-        hidden = F.embedding(step.ids, self.text.embed_tokens.weight)
+        hidden = look_up(self.tokens, step.ids)
         rotary = cos_sin(step.positions, self.frequencies, hidden.dtype, self.rotary_scaling)
         normed = rms_norm(hidden, self.layers[0].input_norm, self.geometry.norm_eps)
         return Begun(hidden, normed, None, dict.fromkeys(self.geometry.attention_types, rotary),

@@ -14,7 +14,7 @@ from gemma4_flex.compiled import Regions
 from gemma4_flex.geometry import LayerGeometry, ModelGeometry
 from gemma4_flex.models.matmul import keep
 from gemma4_flex.models.paged import LayerKV, PagedKV, StepKV
-from gemma4_flex.models.projections import Projection, gated, project, projection
+from gemma4_flex.models.projections import Projection, gated, look_up, project, projection, table
 from gemma4_flex.models.walk import Begun, StepInputs, Walk
 from gemma4_flex.rotary import cos_sin, inverse_frequencies, rotate
 
@@ -70,10 +70,12 @@ def gelu(x: Tensor) -> Tensor:
 class Gemma4Walk(Walk):
     """The walk of Gemma4ForCausalLM."""
 
-    def __init__(self, model: nn.Module, geometry: ModelGeometry, kv: PagedKV, regions: Regions | None = None):
-        super().__init__(model, geometry, kv, regions)
+    def __init__(self, model: nn.Module, geometry: ModelGeometry, kv: PagedKV, regions: Regions | None = None, *,
+                 ple: str = "device"):
+        super().__init__(model, geometry, kv, regions, ple=ple)
         self.frequencies = {kind: inverse_frequencies(rope, self.device) for kind, rope in geometry.rope.items()}
         self.ple_projection = projection(self.text.per_layer_model_projection)
+        self.tokens, self.ple_tokens = table(self.text.embed_tokens), table(self.text.embed_tokens_per_layer)
 
     def _weights_of(self, module: nn.Module) -> LayerWeights:
         return layer_weights(module)
@@ -81,10 +83,10 @@ class Gemma4Walk(Walk):
     def _begin(self, step: StepInputs) -> Begun:
         text, geometry = self.text, self.geometry
         count = step.ids.shape[0]
-        hidden = F.embedding(step.ids, text.embed_tokens.weight) * text.embed_tokens.embed_scale.to(text.embed_tokens.weight.dtype)
+        hidden = look_up(self.tokens, step.ids) * text.embed_tokens.embed_scale.to(self.dtype)
         shape = (count, geometry.num_layers, geometry.ple_width)
-        table = text.embed_tokens_per_layer
-        by_token = (F.embedding(step.ids, table.weight) * table.embed_scale.to(table.weight.dtype)).view(shape)
+        by_token = look_up(self.ple_tokens, step.ids, in_host_memory=self.ple_in_host_memory)
+        by_token = (by_token * text.embed_tokens_per_layer.embed_scale.to(self.dtype)).view(shape)
         by_context = (project(hidden, self.ple_projection, self.library) * geometry.hidden_size ** -0.5).view(shape)
         by_context = rms_norm(by_context, text.per_layer_projection_norm.weight, geometry.norm_eps)
         ple = ((by_context + by_token) * 2.0 ** -0.5).transpose(0, 1).contiguous()

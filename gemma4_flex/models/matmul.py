@@ -13,6 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gemma4_flex.packed import PackedWeight
+
+Weight = Tensor | PackedWeight      # a matrix [out, in]
+
 
 class Matmuls(NamedTuple):
     """The forms of a step's linears. plain: of one whose output the next kernel only reads. gated: of those under a GELU
@@ -40,8 +44,10 @@ def _(x, weight):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def linear(x: Tensor, weight: Tensor, form: str) -> Tensor:
+def linear(x: Tensor, weight: Weight, form: str) -> Tensor:
     """x [T, in] times weight [out, in], transposed: [T, out] in x's dtype."""
+    if isinstance(weight, PackedWeight):
+        weight = weight.dense()
     if form == "sum":
         return (x.float() * weight.float()).sum(-1)[None].to(x.dtype)
     if form == "native":

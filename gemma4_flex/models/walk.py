@@ -43,14 +43,17 @@ class Begun(NamedTuple):
 
 
 class Walk:
-    """Callable: `StepInputs` to logits [N, V]. `regions` says what of it is compiled."""
+    """Callable: `StepInputs` to logits [N, V]. `regions` says what of it is compiled; `ple` where the table of per-layer
+    embeddings is, "device" or "host"."""
 
-    def __init__(self, model: nn.Module, geometry: ModelGeometry, kv: PagedKV, regions: Regions | None = None):
+    def __init__(self, model: nn.Module, geometry: ModelGeometry, kv: PagedKV, regions: Regions | None = None, *,
+                 ple: str = "device"):
         self.model = view_of(model)
         self.text = self.model.model
         self.geometry = geometry
         self.kv = kv
         self.regions = regions or Regions()
+        self.ple_in_host_memory = ple == "host"
         self.device, self.dtype = self.text.norm.weight.device, self.text.norm.weight.dtype
         self.device_type = self.device.type
         self.library = matmuls_for(self.device_type, self.dtype, 0, decode=False, compiled=self.regions.plan is not None).plain
