@@ -17,8 +17,9 @@ rounded to it, then the sum. Both roundings are made here by integer operations,
 The exceptions: an fp16 product above 65504, which MLX makes infinite; an fp32 product that a GPU's compiler fuses with its sum.
 The other modes are exact in fp32 and in bf16; in fp16 MLX rounds the scale first, which differs where that is out of range.
 
-`quantize` makes the bytes that `mx.quantize` makes. It computes in fp32 whatever its input, and the codes come of the scale and
-the bias before those are rounded to be stored.
+`quantize` makes the bytes that `mx.quantize` makes. Affine is computed in fp32 whatever the input, and its codes come of the
+scale and the bias before those are rounded to be stored. The exceptions are groups that no model has: of values all below 1e-35,
+where MLX's E8M0 scale wraps around, and of values above 1e6 in nvfp4, whose scale ends at 448.
 """
 from __future__ import annotations
 
@@ -41,13 +42,12 @@ CHUNK = 1 << 24                                                             # co
 @dataclass(frozen=True)
 class MlxPacking:
     """Rows of `width` values; made by `packing_of`. Parts are scales [rows, groups], in affine mode biases too, and planes
-    [rows, groups, bytes]. `dtype`: what the values are cast to when they are unpacked."""
+    [rows, groups, bytes]."""
     width: int
     mode: str
     bits: int
     group_size: int
     scale_dtype: torch.dtype
-    dtype: torch.dtype
 
     @property
     def name(self) -> str:
@@ -86,8 +86,8 @@ class MlxPacking:
         scales, biases, planes = self._fields(parts)
         codes = self._codes(planes)
         if self.mode == "affine":
-            values = _rounded(codes.float() * scales.float().unsqueeze(-1), self.scale_dtype) + biases.float().unsqueeze(-1)
-            values = values if self.dtype == self.scale_dtype else _rounded(values, self.scale_dtype)
+            values = _rounded(codes.float() * scales.float().unsqueeze(-1), self.scale_dtype)
+            values = _rounded(values + biases.float().unsqueeze(-1), self.scale_dtype)
         else:
             scale = e4m3(scales) if self.mode == "nvfp4" else e8m0(scales)
             values = (e4m3(codes) if self.bits == 8 else e2m1(codes)) * scale.unsqueeze(-1)
@@ -112,8 +112,7 @@ class MlxPacking:
         return ((stream[..., first] | stream[..., after] << 8) >> shift) & (1 << self.bits) - 1
 
 
-def packing_of(width: int, *, mode: str, bits: int, group_size: int, scale_dtype: torch.dtype = torch.uint8,
-               dtype: torch.dtype) -> MlxPacking:
+def packing_of(width: int, *, mode: str, bits: int, group_size: int, scale_dtype: torch.dtype) -> MlxPacking:
     """The packing of rows of `width` values. Raises ValueError for a mode, bits, a group or scales that MLX's files do not have,
     and where groups do not fill a row."""
     check_format(mode, bits, group_size)
@@ -121,7 +120,7 @@ def packing_of(width: int, *, mode: str, bits: int, group_size: int, scale_dtype
         raise ValueError(f"{mode} scales are not {scale_dtype}")
     if width <= 0 or width % group_size:
         raise ValueError(f"rows of {width} values are not whole groups of {group_size}")
-    return MlxPacking(width, mode, bits, group_size, scale_dtype, dtype)
+    return MlxPacking(width, mode, bits, group_size, scale_dtype)
 
 
 def check_format(mode: str, bits: int, group_size: int) -> None:
@@ -183,28 +182,29 @@ def _from_plane(plane: Tensor, bits: int) -> Tensor:
 # ---- numbers -------------------------------------------------------------------------------------------------------------
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 to the nearest value of `dtype`, ties to even, in fp32."""
+    """fp32 to the nearest value of `dtype`, ties to even, in fp32. Of fp16, x is a multiple of the smallest, 2^-24."""
     if dtype == torch.float32:
         return x
     dropped = 16 if dtype == torch.bfloat16 else 13
     bits = x.view(torch.int32)
-    near = (bits + (1 << dropped - 1) - 1 + (bits >> dropped & 1) & -(1 << dropped)).view(torch.float32)
-    if dtype == torch.float16:
-        near = torch.where(x.abs() < 2.0**-14, x + 0.75 - 0.75, near)       # its subnormals: multiples of 2^-24, as 0.75's are
-    return near
+    return (bits + (1 << dropped - 1) - 1 + (bits >> dropped & 1) & -(1 << dropped)).view(torch.float32)
 
 
 def e2m1(codes: Tensor) -> Tensor:
-    """The fp32 values of 4-bit floats: the upper bits of fp16's, but for its larger bias."""
-    small = codes.short()
-    return ((small & 7) << 9 | (small & 8) << 12).view(torch.float16).float() * 2.0**14
+    """The fp32 values of 4-bit floats: a sign, two bits of exponent, one of mantissa."""
+    bits = codes.int()
+    size = bits & 7
+    values = torch.where(size < 2, size * 0.5, ((size << 22) + (126 << 23)).view(torch.float32))
+    return torch.where(bits > 7, -values, values)
 
 
 def e4m3(codes: Tensor) -> Tensor:
-    """The fp32 values of 8-bit floats of 4 bits of exponent, which have no infinity."""
-    small = codes.short()
-    values = ((small & 127) << 7 | (small & 128) << 8).view(torch.float16).float() * 2.0**8
-    return torch.where(small & 127 == 127, torch.nan, values)
+    """The fp32 values of 8-bit floats: a sign, four bits of exponent, three of mantissa; the largest is NaN, none is infinite."""
+    bits = codes.int()
+    size = bits & 127
+    values = torch.where(size < 8, size * 2.0**-9, ((size << 20) + (120 << 23)).view(torch.float32))
+    values = torch.where(size == 127, torch.nan, values)
+    return torch.where(bits > 127, -values, values)
 
 
 def e8m0(codes: Tensor) -> Tensor:
@@ -227,8 +227,8 @@ def quantize(matrix: Tensor, *, mode: str, bits: int, group_size: int) -> Quanti
 
     Raises ValueError for what MLX's files do not have, and where groups do not fill a row.
     """
-    packing_of(matrix.shape[1], mode=mode, bits=bits, group_size=group_size, dtype=matrix.dtype,
-               scale_dtype=matrix.dtype if mode == "affine" else torch.uint8)
+    scale_dtype = matrix.dtype if mode == "affine" else torch.uint8
+    packing_of(matrix.shape[1], mode=mode, bits=bits, group_size=group_size, scale_dtype=scale_dtype)
     pieces = []
     for rows in chunks(*matrix.shape):
         groups = matrix[rows].float().unflatten(1, (-1, group_size))

@@ -75,11 +75,13 @@ def make_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
 
 
 def make_config(tokenizer) -> Gemma4TextConfig:
-    """E2B made small: (4 sliding + 1 full) x 3, owners 0-6, a shared tail of 8 layers with double-wide MLP."""
+    """E2B made small: owners 0-6, of which the last two are a sliding and a full layer as in E2B and E4B (other engines take for
+    granted that shared layers read those), and a shared tail of 8 layers with double-wide MLP."""
+    layer_types = [kind for sliding in (4, 1, 2, 4) for kind in ["sliding_attention"] * sliding + ["full_attention"]]
     stops = [tokenizer.convert_tokens_to_ids(t) for t in ("<eos>", "<turn|>", "<|tool_response>")]
     return Gemma4TextConfig(
         vocab_size=VOCAB, vocab_size_per_layer_input=VOCAB, hidden_size=128, intermediate_size=256,
-        num_hidden_layers=15, layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 3, num_kv_shared_layers=8,
+        num_hidden_layers=len(layer_types), layer_types=layer_types, num_kv_shared_layers=8,
         use_double_wide_mlp=True, num_attention_heads=4, num_key_value_heads=1, head_dim=64, global_head_dim=128,
         sliding_window=32, hidden_size_per_layer_input=64, final_logit_softcapping=30.0, max_position_embeddings=4096,
         pad_token_id=0, bos_token_id=2, eos_token_id=stops, tie_word_embeddings=True)

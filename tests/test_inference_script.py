@@ -40,8 +40,8 @@ def engines(monkeypatch) -> list:
     """(name, config) of each engine that was made; the engines are stubs."""
     made = []
 
-    def from_pretrained(name, config, change, *, four_bit):
-        assert not four_bit
+    def from_pretrained(name, config, change, *, four_bit, gguf_weights):
+        assert not four_bit and gguf_weights == "packed"
         engine = stub.StubEngine(RealTime())
         engine.config = config.resolved("cpu")
         made.append((name, config))

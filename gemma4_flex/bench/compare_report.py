@@ -16,6 +16,7 @@ from gemma4_flex.bench.report import ELEMENT_BYTES, commit, describe_geometry, d
 from gemma4_flex.bench.rival import Setting
 from gemma4_flex.bench.roofline import Bandwidth, Floor, MatmulRate
 from gemma4_flex.bench.wanted import judge, wanted_of
+from gemma4_flex.models.packed_modules import describe_packed
 
 SCHEMA_VERSION = 1
 BENCHMARK = "compare_engines"
@@ -30,6 +31,7 @@ def build_result(measured: Sequence[tuple[Job, list[Row]]], setting: Setting, *,
         "schema_version": SCHEMA_VERSION, "benchmark": BENCHMARK, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "model_name": setting.model_name, "geometry": describe_geometry(setting.geometry),
         "device": setting.device, "device_name": device_name(setting.device), "dtype": setting.dtype,
+        "packed": describe_packed(setting.model, setting.geometry),
         "threads": setting.threads, "versions": versions() | _rival_versions(), "commit": commit(), "config": options,
         "load_average": {"before": load_before, "highest_during": max((turn.load for turn in turns), default=None)},
         "bandwidth_bytes_per_s": bandwidth.bytes_per_s, "copy_buffer_bytes": bandwidth.buffer_bytes,
@@ -45,8 +47,9 @@ def _rival_versions() -> dict[str, str]:
 
 
 def _job(job: Job, rows: Sequence[Row], setting: Setting, bandwidth: Bandwidth, matmul: MatmulRate) -> dict:
+    packed = describe_packed(setting.model, setting.geometry)
     floor = job.floor(setting.geometry, bytes_per_element=ELEMENT_BYTES[setting.dtype], bytes_per_s=bandwidth.bytes_per_s,
-                      flop_per_s=matmul.flop_per_s)
+                      flop_per_s=matmul.flop_per_s, weight_bytes=packed and packed["step_weight_bytes"])
     ours = next((row for row in rows if row.name == OURS and row.ran), None)
     reference = next((row for row in rows if row.name == "transformers" and row.ran), best_of_transformers(rows, job))
     best = best_of_transformers(rows, job)

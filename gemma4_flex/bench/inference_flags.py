@@ -85,8 +85,8 @@ def parser(command: Command) -> Parser:
     add("--attention", default=DEFAULTS.attention, help="auto, flex or sdpa (auto: flex with CUDA, sdpa on a CPU)")
     add("--shared_kv", default=DEFAULTS.shared_kv, help="paged or sidecar")
     add("--ple", default=DEFAULTS.ple, help="device or host: where the table of per-layer embeddings is kept")
-    add("--gguf_weights", choices=("packed", "dequantize"), help="keep a GGUF file's quantised weights as they are (the default), or "
-                                                                 "decode them as they are read")
+    add("--gguf_weights", choices=("packed", "dequantize"), help="keep a GGUF file's quantised weights as they are (the default), "
+                                                                 "or decode them as they are read")
     add("--prompts", type=Path, metavar="FILE",
         help="JSONL, one {\"messages\": [...]} or {\"text\": \"...\"} a line (default: the bundled prompts)")
     add("--seed", type=int, default=DEFAULTS.seed, help="for the weights of synthetic models, and draws without --sampling_seed")
@@ -150,8 +150,6 @@ def check_flags(args: argparse.Namespace, command: Command) -> None:
     check_4bit_flags(args)
     if args.fa4_prefill and command.no_fa4:
         raise UsageError(f"--fa4_prefill: {command.no_fa4}; leave it out")
-    if args.gguf_weights and not (args.model_name or "").endswith(".gguf"):
-        raise UsageError("--gguf_weights is for a GGUF file: name one with --model_name")
     if args.n_rounds < 1:
         raise UsageError(f"--n_rounds must be at least 1, not {args.n_rounds}")
 

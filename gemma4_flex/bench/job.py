@@ -52,10 +52,13 @@ class Job:
         """The fewest passes over the weights: each gives a request at most one token, and at most `max_batch` requests one."""
         return max(max(self.new_tokens), -(-sum(self.new_tokens) // self.max_batch))
 
-    def floor(self, geometry, *, bytes_per_element: int, bytes_per_s: float, flop_per_s: float = math.inf) -> Floor:
+    def floor(self, geometry, *, bytes_per_element: int, bytes_per_s: float, flop_per_s: float = math.inf,
+              weight_bytes: int | None = None) -> Floor:
         """The least that the job can take: the weights once a pass, prefill's included, and the K/V written by prefill and
-        seen by decode; or all its arithmetic, where that takes longer."""
-        rates = {"bytes_per_element": bytes_per_element, "bytes_per_s": bytes_per_s, "flop_per_s": flop_per_s}
+        seen by decode; or all its arithmetic, where that takes longer. `weight_bytes`: a pass's, where the geometry alone does
+        not tell."""
+        rates = {"bytes_per_element": bytes_per_element, "bytes_per_s": bytes_per_s, "flop_per_s": flop_per_s,
+                 "weight_bytes": weight_bytes}
         prefill = prefill_floor(geometry, map(len, self.prompts), **rates)
         decode = decode_floor(geometry, self.lengths, steps=self.passes, **rates)
         return replace(decode, kv_bytes=prefill.kv_bytes + decode.kv_bytes, flops=prefill.flops + decode.flops)

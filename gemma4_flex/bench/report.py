@@ -290,8 +290,9 @@ def _ple_rows(result: dict) -> list[tuple[str, str]]:
     table = result.get("memory", {}).get("ple_host", 0)
     if not table:
         return []
-    return [("per-layer embeddings", f"{_bytes(table)} in host memory; inside a step, captured or not, a kernel reads the rows of its "
-                                     f"tokens, so that up to {result['config']['decode_steps_per_sync']} steps run between syncs")]
+    steps = result["config"]["decode_steps_per_sync"]
+    return [("per-layer embeddings", f"{_bytes(table)} in host memory; every step, captured or not, reads its tokens' rows, up "
+                                     f"to {steps} steps between syncs")]
 
 
 def _with_spread(result: dict, name: str) -> str:

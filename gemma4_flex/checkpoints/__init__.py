@@ -11,6 +11,7 @@ import torch
 from gemma4_flex.checkpoints.bundled import load_tiny
 from gemma4_flex.checkpoints.files import read_json
 from gemma4_flex.checkpoints.four_bit import require_bitsandbytes
+from gemma4_flex.checkpoints.gguf import load_gguf
 from gemma4_flex.checkpoints.hf import NAMES, load_directory
 from gemma4_flex.checkpoints.hub import fetch
 from gemma4_flex.checkpoints.mlx import is_mlx, load_mlx
@@ -18,7 +19,7 @@ from gemma4_flex.checkpoints.skeleton import CheckpointError, LoadedModel, requi
 from gemma4_flex.checkpoints.synthetic import load_synthetic
 from gemma4_flex.models.projections import lay_side_by_side
 
-__all__ = ["CheckpointError", "LoadedModel", "load_text_model"]
+__all__ = ["CheckpointError", "LoadedModel", "format_of", "load_text_model"]
 
 
 class Target(NamedTuple):
@@ -55,6 +56,18 @@ def load_text_model(name: str, *, dtype: torch.dtype, device: str, seed: int = 0
     return loaded
 
 
+def format_of(name: str) -> str:
+    """What `capabilities.FORMATS` calls the format of a model's weights, by its name and its config; a hub id that was not
+    downloaded counts as unquantised, and loading it says more."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        return "gguf"
+    if not name or not (path / "config.json").is_file():
+        return "safetensors"
+    config = read_json(path / "config.json")
+    return "mlx" if is_mlx(path, config) else "bitsandbytes" if config.get("quantization_config") else "safetensors"
+
+
 def _load(name: str, target: Target, seed: int, four_bit: bool, gguf_weights: str) -> LoadedModel:
     if name == "tiny":
         return load_tiny(**target._asdict())
@@ -64,7 +77,6 @@ def _load(name: str, target: Target, seed: int, four_bit: bool, gguf_weights: st
     if name and path.is_dir():
         return _load_directory(path, target, four_bit, str(path))
     if path.suffix == ".gguf":
-        from gemma4_flex.checkpoints.gguf import load_gguf
         return load_gguf(path, **target._asdict(), weights=gguf_weights)
     if path.is_file() or not HUB_ID.fullmatch(name):
         found = "is a file" if path.is_file() else "is no model name and no directory"

@@ -31,14 +31,14 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 STOPS = ("<eos>", "<turn|>", "<|tool_response>")        # Gemma-4's three, of which a file's metadata may name one alone
 STOP_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 SHARED_KV = re.compile(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.weight")
-SLICE = 1 << 24         # values decoded at a time
+SLICE = 1 << 20         # values decoded at a time, in up to 20 bytes each
 
 
 def load_gguf(path: Path, *, dtype: torch.dtype, device: str, ple: str = "device", weights: str = "packed",
               source: str | None = None) -> LoadedModel:
     """The text model of the GGUF file at `path`, on `device`, the table of per-layer embeddings where `ple` says. `weights`:
     "packed" leaves quantised matrices in their blocks, to be decoded to `dtype` in each step; "dequantize" decodes them as they
-    are read, which takes no more memory besides than two slices of SLICE values.
+    are read, which takes no more memory besides than a slice of SLICE values needs.
 
     Raises UnsupportedModelError for a model that this engine does not compute and CheckpointError for files that do not make up
     a model, both before anything is allocated.

@@ -86,7 +86,7 @@ def load_mlx(path: Path, *, dtype: torch.dtype, device: str, ple: str = "device"
     geometry.assert_matches(model.model)
 
     held = canonical_names(path, locate(path))
-    packed = find_packed(path, model, headers_of(held), declared, dtype)
+    packed = find_packed(path, model, headers_of(held), declared)
     parts = {f"{module}.{part}" for module in packed for part in PARTS}
     wanted = {name: tensor for name, tensor in weights_of(model).items() if name not in parts}
     plan, skipped = plan_tensors(path, held.keys() - parts, geometry, wanted.keys())
@@ -178,8 +178,8 @@ def headers_of(held: dict[str, tuple[str, Path]]) -> dict[str, Header]:
     return headers
 
 
-def find_packed(path: Path, model: nn.Module, headers: dict[str, Header], declared: dict[str, dict[str, Any] | bool],
-                dtype: torch.dtype) -> dict[str, MlxPacking]:
+def find_packed(path: Path, model: nn.Module, headers: dict[str, Header], declared: dict[str, dict[str, Any] | bool]
+                ) -> dict[str, MlxPacking]:
     """The packing of each quantised linear and table of a meta model, by its path.
 
     Raises CheckpointError where tensors are missing, where their shapes and dtypes are those of no packing or not of the
@@ -202,7 +202,7 @@ def find_packed(path: Path, model: nn.Module, headers: dict[str, Header], declar
         if entry is False:
             raise CheckpointError(f"{path} holds {module_path}.scales although its config.json has the module unquantised: one "
                                   "of the two is of another checkpoint")
-        packing = _packing(path, module_path, tuple(module.weight.shape), (weight, scales, biases), dtype)
+        packing = _packing(path, module_path, tuple(module.weight.shape), (weight, scales, biases))
         for field, value in entry.items() if isinstance(entry, dict) else ():
             if (found := getattr(packing, field)) != value:
                 raise CheckpointError(f"{path} holds {module_path} with {field} {found} although its config.json says {value}: "
@@ -211,8 +211,7 @@ def find_packed(path: Path, model: nn.Module, headers: dict[str, Header], declar
     return packed
 
 
-def _packing(path: Path, module: str, shape: tuple[int, int], parts: tuple[Header, Header, Header | None],
-             dtype: torch.dtype) -> MlxPacking:
+def _packing(path: Path, module: str, shape: tuple[int, int], parts: tuple[Header, Header, Header | None]) -> MlxPacking:
     """The packing by shapes: the row's words give the bits, its scales the group, and their dtype the mode."""
     (weight, scales, biases), (rows, width) = parts, shape
     problem = f"{path} holds {module} as {weight} with scales {scales}"
@@ -227,7 +226,7 @@ def _packing(path: Path, module: str, shape: tuple[int, int], parts: tuple[Heade
     fixed = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
     mode = "affine" if scales.dtype != "U8" else fixed.get((bits, group), "mxfp4")
     try:
-        packing = packing_of(width, mode=mode, bits=bits, group_size=group, scale_dtype=SCALE_DTYPES[scales.dtype], dtype=dtype)
+        packing = packing_of(width, mode=mode, bits=bits, group_size=group, scale_dtype=SCALE_DTYPES[scales.dtype])
     except ValueError as error:
         raise CheckpointError(f"{problem}, which cannot be read: {error}") from None
     if biases != (scales if mode == "affine" else None):

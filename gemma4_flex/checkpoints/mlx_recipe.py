@@ -61,7 +61,7 @@ class Recipe:
             if given is not None and width % given.group_size:
                 if pattern is not None:
                     raise CheckpointError(f"recipe {self.name} gives {pattern} groups of {given.group_size}, which do not fill "
-                                          f"the {width} values of a row of {path}: give a smaller group_size, or false to keep it")
+                                          f"the {width} values of a row of {path}: give a smaller group_size, or false")
                 given = None
             plan[path] = given
         return plan
@@ -104,7 +104,7 @@ def parse_recipe(name: str, data: Any) -> Recipe:
     if not isinstance(data, dict):
         raise CheckpointError(f"recipe {name} is no JSON object: write one with bits, group_size and overrides")
     if surplus := data.keys() - {*FIELDS, "overrides"}:
-        raise CheckpointError(f"recipe {name} has {', '.join(sorted(surplus))}: what it takes is {', '.join(FIELDS)} and overrides")
+        raise CheckpointError(f"recipe {name} has {', '.join(sorted(surplus))}: it takes {', '.join(FIELDS)} and overrides")
     overrides = data.get("overrides", {})
     if not isinstance(overrides, dict):
         raise CheckpointError(f"recipe {name} has overrides that are no JSON object: give each pattern an object or false")

@@ -86,6 +86,13 @@ def unpack_linears(model: nn.Module, paths: Iterable[str]) -> None:
             model.set_submodule(path, dense)
 
 
+def unpacked_state(model: nn.Module) -> dict[str, Tensor]:
+    """A model's state dict with the `weight` of each packed module in the place of its parts."""
+    packed = {path: m for path, m in model.named_modules() if is_packed(m)}
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in packed}
+    return state | {f"{path}.weight": m.packed.dense() for path, m in packed.items()}
+
+
 def put_packed(model: nn.Module, path: str, weight: PackedWeight) -> None:
     """Put `weight` in the place of the linear or embedding at `path` of a causal LM; where the head is tied to the token
     table, it reads the same tensors. Asserts that the shape fits."""
@@ -104,6 +111,8 @@ def describe_packed(model: nn.Module, geometry: ModelGeometry) -> dict | None:
     """A model's packed weights for a result's JSON: how many matrices are in each packing, and their bytes (a tied head counts
     once); and the bytes of weights that a decode step reads, packed and not. None where nothing is packed."""
     modules = [m for m in model.modules() if is_packed(m)]
+    if not modules:
+        return None
     packings: dict[str, dict[str, int]] = {}
     for weight in {m.packed.parts[0].data_ptr(): m.packed for m in modules}.values():
         entry = packings.setdefault(weight.packing.name, {"matrices": 0, "bytes": 0})
@@ -111,4 +120,4 @@ def describe_packed(model: nn.Module, geometry: ModelGeometry) -> dict | None:
         entry["bytes"] += weight.num_bytes
     item = model.model.norm.weight.dtype.itemsize
     saved = sum(m.in_features * m.out_features * item - m.packed.num_bytes for m in modules if isinstance(m, PackedLinear))
-    return {"packings": packings, "step_weight_bytes": geometry.step_weight_bytes(item) - saved} if modules else None
+    return {"packings": packings, "step_weight_bytes": geometry.step_weight_bytes(item) - saved}

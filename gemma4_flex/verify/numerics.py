@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gemma4_flex.engine import FlexEngine
 from gemma4_flex.geometry import ModelGeometry
+from gemma4_flex.models.packed_modules import unpacked_state
 from gemma4_flex.params import SamplingParams
 from gemma4_flex.verify.reference64 import reference_forward
 
@@ -195,7 +196,7 @@ def consult(
     model: nn.Module, geometry: ModelGeometry, prompts: Sequence[Sequence[int]], max_new_tokens: int,
 ) -> list[Oracle]:
     """Hugging Face and the reference on every prompt, `max_new_tokens` rows each. Before an engine takes the model."""
-    state_dict, oracles = model.state_dict(), []
+    state_dict, oracles = unpacked_state(model), []
     for prompt_ids in prompts:
         hf, tokens = trace_hf(model, prompt_ids, max_new_tokens)
         ids = [*prompt_ids, *tokens[:-1]]

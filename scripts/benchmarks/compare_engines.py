@@ -79,7 +79,7 @@ def parser() -> Parser:
     add("--threads", type=int, default=1, help="threads every engine computes with (default 1)")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", default="auto", help="auto (bfloat16 on cuda, else float32), float32 or bfloat16")
-    add("--gguf", type=Path, metavar="FILE", help="the same weights for llama.cpp")
+    add("--gguf", type=Path, metavar="FILE", help="the same weights for llama.cpp (default: --model_name where that is one)")
     add("--flex_config", type=fields, default={}, metavar="JSON",
         help='fields of EngineConfig for flex and flex_eager, such as {"attention": "sdpa"}')
     add("--seed", type=int, default=0, help="for prompts, lengths, and the weights of synthetic models")
@@ -98,6 +98,8 @@ def check_flags(args: argparse.Namespace) -> None:
     for name in COUNTS:
         if getattr(args, name) < 1:
             raise UsageError(f"--{name} must be at least 1, not {getattr(args, name)}")
+    if args.gguf is None and args.model_name.endswith(".gguf"):
+        args.gguf = Path(args.model_name)
     if args.gguf is not None and not args.gguf.is_file():
         raise UsageError(f"--gguf {args.gguf} is no file")
     known = {field.name for field in dataclasses.fields(EngineConfig)} - set(SET_BY_THE_RUN)
@@ -123,7 +125,8 @@ def prepare(args: argparse.Namespace):
     config = EngineConfig(device=args.device, dtype=args.dtype, seed=args.seed, **args.flex_config)
     config = config.resolved("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(args.threads)
-    loaded = load_text_model(args.model_name, dtype=getattr(torch, config.dtype), device=config.device, seed=args.seed)
+    loaded = load_text_model(args.model_name, dtype=getattr(torch, config.dtype), device=config.device, seed=args.seed,
+                             ple=config.ple)
     return Setting(model=loaded.model, tokenizer=loaded.tokenizer, geometry=loaded.geometry, model_name=args.model_name,
                    dtype=config.dtype, device=config.device, threads=args.threads, gguf=args.gguf,
                    flex_config=args.flex_config), loaded.stop_ids

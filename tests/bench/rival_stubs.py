@@ -1,12 +1,15 @@
 """Engines that answer a job by rule on a clock of their own, so that a comparison can be told beforehand."""
 from __future__ import annotations
 
+from torch import nn
+
 from gemma4_flex.bench.compare import Clock
 from gemma4_flex.bench.job import Job
 from gemma4_flex.bench.rival import AbsentError, Rival, Setting
 from tests.bench import stub
 
-SETTING = Setting(model=None, tokenizer=None, geometry=stub.geometry(), model_name="tiny", dtype="float32", device="cpu", threads=1)
+SETTING = Setting(model=nn.Module(), tokenizer=None, geometry=stub.geometry(), model_name="tiny", dtype="float32", device="cpu",
+                  threads=1)
 
 
 class World:

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from torch import nn
+
 from gemma4_flex.geometry import ModelGeometry
 from gemma4_flex.params import EngineConfig
 
@@ -82,7 +84,7 @@ class StubEngine:
         self.attention_backends = {"sliding_attention": "flex", "full_attention": "sdpa"}
         self.runner = SimpleNamespace(buckets=[1, 2, 4, 8], column_buckets=[1, 2, 64], token_buckets=[16, 2048])
         self.config = EngineConfig(device="cpu").resolved("cpu")
-        self.geometry, self.tokenizer = geometry(), WordTokenizer()
+        self.geometry, self.tokenizer, self.model = geometry(), WordTokenizer(), nn.Module()
         self.stats = SimpleNamespace(prefill_tokens=0, decode_tokens=0, prefill_s=0.0, decode_s=0.0, steps_replayed=0,
                                      steps_eager=0, num_preemptions=0, compile_s=0.5, capture_s=0.25, ttft_ms=[])
 

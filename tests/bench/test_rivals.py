@@ -218,7 +218,7 @@ def test_a_file_of_other_weights_is_refused(setting, mixed, library):
 
 def test_a_geometry_that_would_abort_llama_cpp_and_this_process_with_it_is_refused_first(setting, mixed, library):
     config = tiny_model(layer_types=["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"],
-                        num_kv_shared_layers=1).config        # owners end with two sliding layers, as `tiny`'s do
+                        num_kv_shared_layers=1).config        # owners end with two sliding layers
     other = Setting(**(vars(with_file(setting)) | {"geometry": ModelGeometry.from_config(config)}))
     with pytest.raises(ValueError, match="would abort: it lets layer 5 read layer 4's K/V, and here that is layer 2's"):
         LlamaCpp(other, mixed)
