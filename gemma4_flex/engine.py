@@ -493,8 +493,8 @@ def check_ple(text: nn.Module, geometry: ModelGeometry, config: EngineConfig) ->
     weight = table(text.embed_tokens_per_layer)
     place = (weight if isinstance(weight, Tensor) else weight.parts[0]).device.type
     if place != ("cpu" if config.ple == "host" else config.device):
-        raise InvalidParameterError(f"the table of per-layer embeddings is in {place} memory and ple={config.ple!r}: load the model "
-                                    f"with load_text_model(..., ple={config.ple!r}).")
+        raise InvalidParameterError(f"the table of per-layer embeddings is in {place} memory and ple={config.ple!r}: load the "
+                                    f"model with load_text_model(..., ple={config.ple!r}).")
 
 
 def model_stop_ids(model: nn.Module, tokenizer) -> frozenset[int]:

@@ -33,7 +33,8 @@ def quantize(x: Tensor, type_name: str) -> Tensor:
     for given, out in zip(x.split(rows), found.split(rows)):
         parts = _MAKERS[type_name](given.float().unflatten(1, (-1, kind.values)))
         if not all(held.isfinite().all() for held in (given, *parts) if held.is_floating_point()):
-            raise ValueError(f"values that are not finite, or too large for the 16-bit scales of {type_name}, cannot be quantised")
+            raise ValueError("values that are not finite, or too large for the 16-bit scales of "
+                             f"{type_name}, cannot be quantised")
         out.copy_(packing.join(parts))
     return found
 
@@ -106,7 +107,8 @@ def _q5_1(x: Tensor) -> tuple[Tensor, ...]:
 def _q6_k(x: Tensor) -> tuple[Tensor, ...]:
     groups = x.unflatten(-1, (16, 16))
     d, s = _block_scales(groups, _best_scales(groups))
-    quants = (_quants(groups, (d * s).unsqueeze(-1)) + 32).to(torch.uint8).unflatten(-2, (2, 4, 2)).flatten(-2)   # [..., 2, 4, 32]
+    quants = (_quants(groups, (d * s).unsqueeze(-1)) + 32).to(torch.uint8)
+    quants = quants.unflatten(-2, (2, 4, 2)).flatten(-2)                                        # [..., 2, 4, 32]
     low = quants & 15
     places = torch.arange(0, 8, 2, dtype=torch.uint8, device=x.device).unsqueeze(-1)
     high = (quants >> 4 << places).sum(-2, dtype=torch.uint8)                                   # [..., 2, 32]
@@ -115,7 +117,7 @@ def _q6_k(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _block_scales(groups: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The block's unit, which fp16 can hold, [..., 1] and the whole multiples of it nearest to what the groups' scales do best."""
+    """The block's unit, which fp16 can hold, [..., 1], and for each group the multiple of it that does best [..., 16]."""
     largest = scales.gather(-1, scales.abs().argmax(-1, keepdim=True))
     d = (largest / 128).half().float()
     d = torch.where(d.isinf(), d, 0)                    # too large: seen by who asks

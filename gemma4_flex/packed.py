@@ -35,7 +35,8 @@ class PackedWeight(NamedTuple):
     dtype: torch.dtype
 
     def dense(self) -> Tensor:
-        """The whole matrix, rounded once from fp32. [rows, width]"""
+        """The whole matrix [rows, width], rounded once from fp32. A compiler that makes one kernel of this and the product may
+        leave that rounding out, and is nearer to the packed values then."""
         return self.packing.unpack(self.parts).to(self.dtype)
 
     def rows(self, ids: Tensor, gather: Callable[[Tensor, Tensor], Tensor] = torch.Tensor.__getitem__) -> Tensor:

@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     from gemma4_flex.lora.gguf_adapter import merging, write_gguf_adapter
     try:
         if args.lora_only and (args.lora_adapter is None or args.ple_type):
-            raise CheckpointError("--lora_only writes an adapter and no table: name it by --lora_adapter and leave --ple_type out")
+            raise CheckpointError("--lora_only writes an adapter and no table: name it by --lora_adapter and leave out "
+                                  "--ple_type")
         wanted = args.type or ("F32" if args.lora_only else "BF16")
         dtype = args.dtype or ("float32" if wanted == "F32" and not args.lora_only else "bfloat16")
         loaded = load_text_model(args.model_name, dtype=getattr(torch, dtype), device="cpu", seed=args.seed,

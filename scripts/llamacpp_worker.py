@@ -18,8 +18,9 @@ def main(answers: Path) -> None:
     asked = json.load(sys.stdin)
     context = max(map(len, asked["prompts"])) + asked["new_tokens"]
     # keys and values in fp32: what is looked at is the file, not llama.cpp's fp16 cache
-    model = llama_cpp.Llama(asked["model"], lora_path=asked["lora"], n_ctx=context, n_batch=context, n_threads=1, n_threads_batch=1,
-                            type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32, logits_all=True, verbose=False)
+    model = llama_cpp.Llama(asked["model"], lora_path=asked["lora"], n_ctx=context, n_batch=context, n_threads=1,
+                            n_threads_batch=1, type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
+                            logits_all=True, verbose=False)
     tokens, margins = zip(*(greedy(model, prompt, asked["new_tokens"]) for prompt in asked["prompts"]))
     ids = [model.tokenize(text.encode(), add_bos=False, special=True) for text in asked["texts"]]
     answers.write_text(json.dumps({"tokens": tokens, "margins": margins, "ids": ids, "version": llama_cpp.__version__}))

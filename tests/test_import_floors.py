@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "gemma4_flex"
 # A room is a module or sub-package right under the package. Rooms of one floor may know each other.
 FLOORS = {
     1: {"geometry", "sequence", "page_table", "scheduler", "params", "kernel_options", "text", "request", "sizing", "config_fields",
-        "prefix", "logprobs", "stats"},
+        "prefix", "logprobs", "stats", "capabilities"},
     2: {"kv_cache", "shared_kv", "masks", "rotary", "attention", "sampling", "step_graph", "compiled", "decode_state",
         "row_attention", "fa4", "draws", "fingerprint", "packed", "ggml_blocks", "ggml_quantize", "mlx_packing", "host_table"},
     3: {"models", "checkpoints"},      # checkpoints need nothing of the engine, and FlexEngine.from_pretrained needs them

@@ -7,10 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from gemma4_flex import capabilities
 from gemma4_flex.bench import stats_file, workload
 from gemma4_flex.bench.inference_flags import Command, UsageError, check_flags, engine_config, is_4bit, parser, sampling_params
 from gemma4_flex.bench.ranks import LostRankError, Ranks
+from gemma4_flex.capabilities import CapabilityError, Setup, check
 from gemma4_flex.geometry import UnsupportedModelError
 from gemma4_flex.params import EngineConfig, InvalidParameterError, SamplingParams
 from gemma4_flex.scheduler import RequestRefusedError
@@ -46,14 +46,14 @@ def stats_path(args: argparse.Namespace, command: Command) -> Path:
     return stats_file.check_writable(RUNS / f"{command.name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
 
 
-def setup_of(args: argparse.Namespace, config: EngineConfig, name: str) -> capabilities.Setup:
+def setup_of(args: argparse.Namespace, config: EngineConfig, name: str) -> Setup:
     """Which cell of the table of capabilities the flags ask for."""
     import torch
 
     from gemma4_flex.checkpoints import format_of
     kept = "nf4" if args.load_in_4bit else "decoded" if args.gguf_weights == "dequantize" else "stored"
     device = config.resolved("cuda" if torch.cuda.is_available() else "cpu").device
-    setup = capabilities.Setup("bitsandbytes" if args.model_name_4bit else format_of(name), kept, device, config.capture_cudagraph,
+    setup = Setup("bitsandbytes" if args.model_name_4bit else format_of(name), kept, device, config.capture_cudagraph,
                                lora="none")
     if not args.lora_adapter:
         return setup
@@ -67,7 +67,7 @@ def load(args: argparse.Namespace, config: EngineConfig, name: str):
     from gemma4_flex.checkpoints import four_bit
     from gemma4_flex.engine import FlexEngine
     lora, packed = None, None
-    capabilities.check(setup := setup_of(args, config, name))
+    check(setup := setup_of(args, config, name))
     if args.lora_adapter:
         from gemma4_flex.lora.session import LoraSession
         lora = LoraSession(args.lora_adapter, merge=setup.lora != "unmerged")
@@ -165,7 +165,7 @@ def run(args: argparse.Namespace, command: Command, config: EngineConfig, params
 
 def is_for_the_user(error: ValueError) -> bool:
     """Whether the message is meant for whoever typed the command; any other error is a bug and shows its trace."""
-    if isinstance(error, (UsageError, capabilities.CapabilityError, UnsupportedModelError, InvalidParameterError, PromptError,
+    if isinstance(error, (UsageError, CapabilityError, UnsupportedModelError, InvalidParameterError, PromptError,
                           RequestRefusedError, stats_file.StatsPathError)):
         return True
     from gemma4_flex.checkpoints import CheckpointError

@@ -1,7 +1,7 @@
 """What few-bit weights cost: how far each format's distributions lie from bf16's along the same tokens, and its size.
 
-Each format is written to a file and read back as a user would have it. All engines are driven along the tokens that the bf16
-model draws greedily: KL is of the next token's distribution, bf16's against the format's, a position.
+Each format is written to a file and read back as a user would have it. All are driven along the tokens that the engine draws
+greedily with bf16 weights, through transformers' own forward: KL is of the next token's distribution, bf16's against the format's.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from gemma4_flex.bench.measure import summarize
 from gemma4_flex.checkpoints import LoadedModel, load_text_model
@@ -58,7 +58,7 @@ def compare_recipes(loaded: LoadedModel, config: EngineConfig, prompts: Seq[Seq[
     base = FlexEngine(loaded.model, loaded.tokenizer, config)
     params = SamplingParams(temperature=0.0, max_new_tokens=new_tokens, ignore_eos=True)
     forced = [done.token_ids[:-1] for done in base.generate([list(p) for p in prompts], params)]
-    wanted = distributions(base, prompts, forced)
+    wanted = distributions(loaded.model, prompts, forced)
     on_done()
     rows = []
     for candidate in which:
@@ -66,17 +66,26 @@ def compare_recipes(loaded: LoadedModel, config: EngineConfig, prompts: Seq[Seq[
             path = candidate.write(Path(folder), loaded)
             size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
             other = load_text_model(str(path), dtype=torch.bfloat16, device=config.device)
-            engine = FlexEngine(other.model, loaded.tokenizer, config)
-            rows.append({"name": candidate.name, "file_bytes": size, "weight_bytes": engine.memory_report()["weights"],
-                         **distance(wanted, distributions(engine, prompts, forced))})
+            rows.append({"name": candidate.name, "file_bytes": size, "weight_bytes": weight_bytes(other.model),
+                         **distance(wanted, distributions(other.model, prompts, forced))})
         on_done()
     return {"prompts": len(prompts), "new_tokens": new_tokens, "positions": sum(map(len, wanted)),
-            "bf16": {"weight_bytes": base.memory_report()["weights"]}, "formats": rows}
+            "bf16": {"weight_bytes": weight_bytes(loaded.model)}, "formats": rows}
 
 
-def distributions(engine: FlexEngine, prompts: Seq[Seq[int]], forced: Seq[Seq[int]]) -> list[Tensor]:
-    """Log-probabilities [tokens forced + 1, vocabulary] of each prompt, in fp32 on the CPU."""
-    return [F.log_softmax(engine.trace(list(p), list(t)).logits.float(), -1).cpu() for p, t in zip(prompts, forced)]
+@torch.no_grad()
+def distributions(model: nn.Module, prompts: Seq[Seq[int]], forced: Seq[Seq[int]]) -> list[Tensor]:
+    """Log-probabilities [tokens forced + 1, vocabulary] after each prompt and after each forced token, in fp32 on the CPU."""
+    device = model.model.norm.weight.device
+    rows = [model(torch.tensor([[*p, *t]], device=device), use_cache=False, logits_to_keep=len(t) + 1).logits[0]
+            for p, t in zip(prompts, forced, strict=True)]
+    return [F.log_softmax(logits.float(), -1).cpu() for logits in rows]
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, each storage once."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def distance(wanted: Seq[Tensor], found: Seq[Tensor]) -> dict:

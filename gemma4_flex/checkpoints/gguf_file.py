@@ -87,7 +87,8 @@ def _replacing(path: Path, *, overwrite: bool) -> Iterator[Path]:
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     if key == "general.architecture":
         return                              # the writer has it already
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+           list: writer.add_array}
     add[type(value)](key, value)
 
 

@@ -90,6 +90,6 @@ def _merges(merges: Iterable[str | list[str]]) -> Iterable[str]:
     for merge in merges:
         first, second = merge.split(" ") if isinstance(merge, str) else merge
         if " " in first or " " in second:
-            raise CheckpointError(f"the tokenizer's merge of {first!r} and {second!r} holds a space, which parts the two in a GGUF "
-                                  "file: export the model with Gemma-4's own kind of tokenizer")
+            raise CheckpointError(f"the tokenizer's merge of {first!r} and {second!r} holds a space, which parts the two in a "
+                                  "GGUF file: export the model with Gemma-4's own kind of tokenizer")
         yield f"{first} {second}"

@@ -108,8 +108,8 @@ def metadata_of(loaded: LoadedModel, type_name: str) -> dict[str, Any]:
 def check_geometry(geometry: ModelGeometry) -> None:
     """Raises UnsupportedModelError for a model that a dense `gemma4` file does not hold, or that llama.cpp takes for another."""
     if geometry.architecture != "gemma4_text":
-        raise UnsupportedModelError(f"a {geometry.architecture} model cannot be written as a GGUF file: of models, name a Gemma-4 "
-                                    "of the E series")
+        raise UnsupportedModelError(f"a {geometry.architecture} model cannot be written as a GGUF file: name a Gemma-4 of the "
+                                    "E series")
     if set(geometry.rope) != {SLIDING, FULL}:
         raise UnsupportedModelError(f"a model with {' and '.join(geometry.rope)} layers alone cannot be written as a GGUF file: "
                                     "Gemma-4 has sliding and full ones")

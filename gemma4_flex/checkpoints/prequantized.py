@@ -32,6 +32,8 @@ def check_quantization(source: str | Path, config: dict[str, Any], *, four_bit: 
     weights that are not quantised."""
     key = next((key for key in ("quantization_config", "quantization") if config.get(key)), None)
     quant = config.get(key) or {}
+    if not isinstance(quant, dict):
+        raise CheckpointError(f"{source} has a {key} in config.json that is no JSON object: download the checkpoint again")
     is_ours = quant.get("quant_method") == "bitsandbytes" and bool(quant.get("load_in_4bit", quant.get("_load_in_4bit")))
     if not four_bit and key:
         other = "load it as one (--model_name_4bit, four_bit=True) or " if is_ours else ""

@@ -47,14 +47,15 @@ def write_gguf_adapter(path: Path, adapter: Adapter, model: nn.Module, *, type_n
                            "or train without.")
     alphas = {module: pair.scaling * pair.down.shape[0] for module, pair in adapter.pairs.items()}
     if not any(alphas.values()):
-        raise AdapterError(f"adapter {adapter.name} has alpha 0, which llama.cpp takes for no alpha at all: train it with another.")
+        raise AdapterError(f"adapter {adapter.name} has alpha 0, which llama.cpp takes for no alpha at all: "
+                           "train it with another.")
     [(alpha, _)] = Counter(filter(None, alphas.values())).most_common(1)
     tensors = []
     for module, pair in adapter.pairs.items():
         factor = alphas[module] / alpha
         if type_name != "F32" and abs(math.frexp(factor)[0]) not in (0.0, 0.5):
-            raise AdapterError(f"adapter {adapter.name} scales {module} by {pair.scaling:g}, others otherwise, and a file with one "
-                               f"alpha would round its matrices in {type_name}: write it as F32.")
+            raise AdapterError(f"adapter {adapter.name} scales {module} by {pair.scaling:g}, others otherwise, and a file with "
+                               f"one alpha would round its matrices in {type_name}: write it as F32.")
         name = gguf_name(f"{module}.weight")
         tensors += [Outgoing(f"{name}.lora_a", type_name, tuple(pair.down.shape), lambda pair=pair: pair.down.detach()),
                     Outgoing(f"{name}.lora_b", type_name, tuple(pair.up.shape), _scaled(pair, factor))]

@@ -85,7 +85,8 @@ def verify(model_name: str, prompts: Sequence[Sequence[int]], llama_cpp: LlamaCp
     for name, file in files.items():
         write_gguf(file, loaded, type_name=name, overwrite=True)
         # F32 against the model itself: what the file says wrongly of it, a reader of ours would believe too
-        read = loaded if name == "F32" else load_text_model(str(file), dtype=torch.float32, device="cpu", gguf_weights="dequantize")
+        read = loaded if name == "F32" else load_text_model(str(file), dtype=torch.float32, device="cpu",
+                                                            gguf_weights="dequantize")
         answers = llama_cpp.ask(file, prompts, new_tokens, texts=TEXTS)
         ours = tokens_of(read.model, read, prompts, new_tokens)
         checks.append(_same_tokens(name, ours, answers, NEAR_TIE.get(name, NEAR_TIE_OTHERS)))

@@ -102,7 +102,8 @@ def test_what_llama_cpp_would_pass_over_or_take_for_something_else_is_refused(tm
 
     everywhere = random_adapter(MODEL, "all-linear", rank=2, alpha=2, strength=0.1, seed=0)
     refused(everywhere, "adapts model.per_layer_model_projection, where llama.cpp applies none: merge it")
-    zero = dataclasses.replace(an_adapter(), pairs={p: dataclasses.replace(x, scaling=0.0) for p, x in an_adapter().pairs.items()})
+    zero = dataclasses.replace(an_adapter(), pairs={module: dataclasses.replace(pair, scaling=0.0)
+                                                    for module, pair in an_adapter().pairs.items()})
     refused(zero, "has alpha 0, which llama.cpp takes for no alpha")
     refused(an_adapter(), "cannot be written as Q8_0: name one of F32, F16, BF16", type_name="Q8_0")
     path = "model.layers.0.mlp.up_proj"
