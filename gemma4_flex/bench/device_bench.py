@@ -17,6 +17,7 @@ from gemma4_flex.params import EngineConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "assets" / "configs"
 NANO = f"synthetic:{CONFIGS / 'e2b-nano.json'}"      # every mechanism in six layers
+WIDE = f"synthetic:{CONFIGS / 'e2b-wide.json'}"      # E2B's widths in ten layers
 
 
 class CheckFailed(AssertionError):
@@ -34,6 +35,7 @@ class Scale:
     proof_model: str                                # where the proof is that two ways give the same
     model: str                                      # decode, prefill, LoRA and the rivals
     larger_model: str
+    formats_model: str                              # few-bit weights, and the PLE table in host memory
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     larger_batches: tuple[int, ...]
@@ -58,13 +60,14 @@ class Scale:
 
 SCALES = {
     "full": Scale(
-        proof_model="tiny", model="synthetic:E2B", larger_model="synthetic:E4B", batches=(1, 8, 32, 64, 128, 256),
-        contexts=(512, 4096), larger_batches=(1, 64), rival_batches=(32, 1), prefill_shapes=((8, 4096), (16, 512), (1, 512)),
-        window=32, steps_per_sync=(1, 8), spare_tokens=1024, max_prefill_tokens=8192, page_size=None, proof_pages=4,
+        proof_model="tiny", model="synthetic:E2B", larger_model="synthetic:E4B", formats_model=WIDE,
+        batches=(1, 8, 32, 64, 128, 256), contexts=(512, 4096), larger_batches=(1, 64), rival_batches=(32, 1),
+        prefill_shapes=((8, 4096), (16, 512), (1, 512)), window=32, steps_per_sync=(1, 8),
+        spare_tokens=1024, max_prefill_tokens=8192, page_size=None, proof_pages=4,
         proof_dtype="bfloat16", proof_batch=4, proof_tokens=16, proof_prompts=4, drift_cycles=20, copy_bytes=None,
         matmul_sizes=None, kernel_case=(64, 4096, 8), calls=16),
     "tiny": Scale(
-        proof_model=NANO, model=NANO, larger_model=NANO, batches=(1, 2), contexts=(32, 64), larger_batches=(1,),
+        proof_model=NANO, model=NANO, larger_model=NANO, formats_model=NANO, batches=(1, 2), contexts=(32, 64), larger_batches=(1,),
         rival_batches=(2, 1), prefill_shapes=((2, 64),), window=2, steps_per_sync=(1, 8), spare_tokens=64,
         max_prefill_tokens=64, page_size=64, proof_pages=2, proof_dtype="float32", proof_batch=1, proof_tokens=2,
         proof_prompts=1, drift_cycles=2, copy_bytes=16 << 20, matmul_sizes=(256,), kernel_case=(2, 64, 2), calls=2),

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from gemma4_flex.bench import device_correctness, device_kernels, device_rivals, device_speed
+from gemma4_flex.bench import device_correctness, device_formats, device_kernels, device_rivals, device_speed
 from gemma4_flex.bench.device_bench import Bench, PartSkipped, Settings
 from gemma4_flex.bench.device_record import failure
 from gemma4_flex.bench.measure import peak_memory_bytes
 from gemma4_flex.bench.report import commit, device_name, versions
 
-PLANNED_MINUTES = 8.0
+PLANNED_MINUTES = 9.0
 LEAST_SECONDS = 3.0     # with less than this nothing is begun
 
 
@@ -42,6 +42,7 @@ PARTS = (
     Part("decode", 50, device_speed.decode),
     Part("prefill", 20, device_speed.prefill),
     Part("merged LoRA", 25, device_speed.merged_lora),
+    Part("formats", 40, device_formats.formats),
     Part("steps per sync", 20, device_speed.steps_per_sync),
     Part("kernel options fit", 30, device_kernels.options_fit),
     Part("kernel options sweep", 25, device_kernels.sweep),

@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one command: proofs first, then decode, prefill, LoRA, kernels and transformers beside them.
 
-    python scripts/benchmarks/device_check.py --out DIR                                # 8 minutes on an H200, no network
+    python scripts/benchmarks/device_check.py --out DIR                                # 9 minutes on an H200, no network
     python scripts/benchmarks/device_check.py --out DIR --scale tiny --device cpu      # the same parts, small: no GPU
 
 A part that fails does not end the run: it is named in the table and in DIR/device_check.json, and the exit code is 1. The
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--out", type=Path, required=True, help=f"folder for {FILE_NAME}; made where it is missing")
     add("--scale", default="full", choices=("full", "tiny"))
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add("--minutes", type=float, default=8.0, help="for all parts together (default 8)")
+    add("--minutes", type=float, default=9.0, help="for all parts together (default 9)")
     add("--parts", nargs="+", default=[], metavar="NAME", help="only these, by the names the table shows")
     add("--seed", type=int, default=0, help="for synthetic weights and prompts")
     args = flags.parse_args(argv)
