@@ -10,7 +10,6 @@ from gemma4_flex.bench.device_bench import Bench, CheckFailed
 from gemma4_flex.bench.formats import engines_of, measure_formats
 from gemma4_flex.bench.measure import MIN_ROUNDS
 from gemma4_flex.checkpoints import load_text_model
-from gemma4_flex.params import EngineConfig
 
 
 def formats(bench: Bench) -> str:
@@ -19,8 +18,7 @@ def formats(bench: Bench) -> str:
     scale, settings = bench.scale, bench.settings
     batches, tokens = scale.batches[:2], scale.window
     base = load_text_model(scale.formats_model, dtype=torch.bfloat16, device=settings.device, seed=settings.seed)
-    config = EngineConfig(device=settings.device, dtype="bfloat16", capture_cudagraph=True, max_batch_size=max(batches),
-                          max_seq_length=scale.contexts[0] + tokens, page_size=scale.page_size, seed=settings.seed)
+    config = bench.config(max_batch_size=max(batches), max_seq_length=scale.contexts[0] + tokens)
     with tempfile.TemporaryDirectory() as folder:
         engines = engines_of(scale.formats_model, base, config.resolved(settings.device), Path(folder), settings.seed)
         found = measure_formats(engines, batches=batches, prompt_tokens=min(16, scale.contexts[0]), new_tokens=tokens,
