@@ -38,7 +38,7 @@ def load_gguf(path: Path, *, dtype: torch.dtype, device: str, ple: str = "device
               source: str | None = None) -> LoadedModel:
     """The text model of the GGUF file at `path`, on `device`, the table of per-layer embeddings where `ple` says. `weights`:
     "packed" leaves quantised matrices in their blocks, to be decoded to `dtype` in each step; "dequantize" decodes them as they
-    are read, which takes no more memory besides than a slice of SLICE values needs.
+    are read, where they go, which takes no more memory besides than a slice of SLICE values needs.
 
     Raises UnsupportedModelError for a model that this engine does not compute and CheckpointError for files that do not make up
     a model, both before anything is allocated.
@@ -133,9 +133,10 @@ class _File:
         rows = info.shape[0] if len(info.shape) > 1 else 1
         return self.data[info.start:info.start + info.num_bytes].view(rows, -1)
 
-    def values(self, info: TensorInfo) -> Iterator[Tensor]:
-        """The values, some rows at a time: [n, width], fp32 or what the file has."""
+    def values(self, info: TensorInfo, device: torch.device) -> Iterator[Tensor]:
+        """The values on `device`, some rows at a time: [n, width], fp32 or what the file has."""
         for rows in self.bytes_of(info).split(max(1, SLICE // info.shape[-1])):
+            rows = rows.to(device)
             if info.type in PLAIN:
                 yield rows.view(PLAIN[info.type])
             else:
@@ -144,7 +145,7 @@ class _File:
 
     def copy_to(self, target: Tensor, info: TensorInfo) -> None:
         at, target = 0, target.view(-1, info.shape[-1])
-        for rows in self.values(info):
+        for rows in self.values(info, target.device):
             target[at:at + len(rows)].copy_(rows)
             at += len(rows)
 

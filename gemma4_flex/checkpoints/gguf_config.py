@@ -108,11 +108,15 @@ def check_architecture(header: Header) -> None:
     if kind != "model":
         raise CheckpointError(f"{header.path} holds a {str(kind)[:60]!r}, not a model: name the model's own file")
     if (parts := found.get("split.count", 1)) != 1:
-        raise CheckpointError(f"{header.path} is one of {str(parts)[:20]} files that make up a model: merge them "
+        raise CheckpointError(f"{header.path} is one of {parts!r:.20} files that make up a model: merge them "
                               "(llama-gguf-split --merge) and name the one file")
     if _Metadata(header).integer("expert_count", least=0, default=0):
         raise UnsupportedModelError(f"{header.path} has mixture-of-experts layers ({ARCHITECTURE}.expert_count), which this engine "
                                     "does not compute: of Gemma-4, name E2B or E4B")
+    if not _Metadata(header).integer("embedding_length_per_layer_input", least=0, default=1):
+        raise UnsupportedModelError(f"{header.path} is a {ARCHITECTURE} model without per-layer embeddings "
+                                    f"({ARCHITECTURE}.embedding_length_per_layer_input is 0), which this engine does not run: of "
+                                    "Gemma-4, name E2B or E4B")
     if not header.tensors:
         raise CheckpointError(f"{header.path} holds no tensors: it is a vocabulary, not a model")
 
@@ -210,7 +214,7 @@ def _refuse_other_computations(data: _Metadata) -> None:
     for key, values in harmless.items():
         found = data.found.get(f"{ARCHITECTURE}.{key}", values[0])
         if isinstance(found, list) or found not in values:
-            raise UnsupportedModelError(f"{ARCHITECTURE}.{key} in {data.path} is {str(found)[:60]}, which this engine does not "
+            raise UnsupportedModelError(f"{ARCHITECTURE}.{key} in {data.path} is {found!r:.60}, which this engine does not "
                                         "compute: convert the model without it")
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from gemma4_flex.checkpoints.skeleton import CheckpointError
+from gemma4_flex.geometry import UnsupportedModelError
 
 MAGIC, VERSIONS, FIXED_BYTES = b"GGUF", (2, 3), 24
 STRING, ARRAY, UINT32 = 8, 9, 4
@@ -25,7 +26,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", UINT32: "I", 5: "i", 6: "f", 7: "?", 
 ALIGNMENT, DEFAULT_ALIGNMENT = "general.alignment", 32
 MAX_DIMS = 4
 # Far above any model's (Gemma-4's metadata has 16 MB, its arrays 1.3 million elements in all): what is longer is no metadata.
-MAX_HEADER, MAX_ELEMENTS, MAX_STRING, MAX_NAME = 1 << 28, 1 << 22, 1 << 24, 1 << 16
+MAX_HEADER, MAX_ELEMENTS, MAX_STRING, MAX_NAME = 1 << 28, 1 << 22, 1 << 24, 1 << 7
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Header:
 
 
 def scan(path: Path) -> Header:
-    """The header of the GGUF file at `path`. Raises CheckpointError for a file that is not one from beginning to end."""
+    """The header of the GGUF file at `path`. Raises CheckpointError for a file that is not one from beginning to end, and
+    UnsupportedModelError for a type of ggml's that the gguf package does not know."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -89,7 +91,7 @@ class _Scan:
         self.expect(num_keys, 13, f"{num_keys} metadata keys")
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
-            key = self.string("a metadata key", MAX_NAME)
+            key = self.name("a metadata key")
             if key in metadata:
                 raise self.wrong(f"it holds the metadata key {key!r} twice")
             metadata[key] = self.value(key)
@@ -124,6 +126,13 @@ class _Scan:
             return self.data[self.at - length:self.at].decode("utf-8")
         except UnicodeDecodeError:
             raise self.wrong(f"{what} is not UTF-8") from None
+
+    def name(self, what: str) -> str:
+        """A string that is fit to be shown."""
+        found = self.string(what, MAX_NAME)
+        if not found.isprintable():
+            raise self.wrong(f"{what} is {found!r:.80}, which is none")
+        return found
 
     def value(self, key: str) -> Any:
         kind = self.kinds[key] = self.number("I", f"the type of {key}")
@@ -195,7 +204,7 @@ class _Scan:
     def descriptions(self, count: int) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
         """Name, type, shape, bytes and offset of each tensor."""
         for _ in range(count):
-            name = self.string("a tensor's name", MAX_NAME)
+            name = self.name("a tensor's name")
             num_dims = self.number("I", f"the dimensions of {name!r}")
             if not 1 <= num_dims <= MAX_DIMS:
                 raise self.wrong(f"{name!r} has {num_dims} dimensions, and a tensor has 1 to {MAX_DIMS}")
@@ -204,7 +213,8 @@ class _Scan:
             try:
                 ggml = GGMLQuantizationType(kind)
             except ValueError:
-                raise self.wrong(f"{name!r} has the type {kind}, which ggml does not have") from None
+                raise UnsupportedModelError(f"{name!r} in {self.path} is of ggml's type {kind}, which this engine does not know: "
+                                            "convert the model to another type, such as Q8_0") from None
             block, block_bytes = GGML_QUANT_SIZES[ggml]
             elements = 1
             for dim in dims:        # Python's own integers: nothing overflows

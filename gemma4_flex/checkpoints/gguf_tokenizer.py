@@ -43,7 +43,8 @@ def tokenizer_of(header: Header) -> PreTrainedTokenizerFast | None:
     try:
         return _assemble(ids, types, merges, special, template)
     except Exception as error:      # tokenizers raises bare Exceptions
-        raise CheckpointError(f"the tokenizer in {header.path} cannot be made: {error}") from error
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"the tokenizer in {header.path} cannot be made: {why:.200}") from error
 
 
 def _assemble(ids: dict[str, int], types: list[int], merges: list[tuple[str, str]], special: dict[str, str],

@@ -119,6 +119,17 @@ def test_the_real_mixture_of_experts_is_refused_by_name():
     assert "mixture-of-experts" in refusal(scan(REAL), UnsupportedModelError)
 
 
+@pytest.mark.parametrize("heads", [1, [2, 1] * 3])
+def test_dense_models_without_per_layer_embeddings_are_refused_by_name(tmp_path, heads):
+    """Gemma-4's larger ones: no table, no gates, other numbers of K/V heads in full layers."""
+    changes = {f"per_layer_{name}.weight": ABSENT for name in ("token_embd", "model_proj", "proj_norm")}
+    changes |= {f"blk.{i}.{name}.weight": ABSENT for i in range(6) for name in ("inp_gate", "proj", "post_norm")}
+    changes |= {"gemma4.embedding_length_per_layer_input": 0, "gemma4.attention.shared_kv_layers": 0,
+                "gemma4.feed_forward_length": 32, "gemma4.attention.head_count_kv": heads}
+    write_gguf(tmp_path / "m.gguf", tiny_model(), changes=changes)
+    assert "without per-layer embeddings" in refusal(scan(tmp_path / "m.gguf"), UnsupportedModelError)
+
+
 def test_a_vocabulary_an_adapter_and_a_part_are_no_models(header):
     assert "holds no tensors" in refusal(Header(header.path, header.metadata, {}, 0))
     for changes, named in ((

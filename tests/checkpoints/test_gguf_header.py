@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from gemma4_flex.checkpoints.gguf_header import MAX_ELEMENTS, MAX_HEADER, MAX_STRING, Header, scan
 from gemma4_flex.checkpoints.skeleton import CheckpointError
+from gemma4_flex.geometry import UnsupportedModelError
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "?", U64: "Q", I64: "q", F64: "d"}
@@ -179,8 +180,11 @@ HOSTILE = {
     "dimension 0": (file({}, [tensor("a", (8, 0))], 64), "rows of 8"),
     "dimensions that overflow to little": (file({}, [tensor("a", (1 << 32, 1 << 32, 2))], 64), "more than the file"),
     "row that blocks do not fill": (file({}, [tensor("a", (33,), 8)], 64), "packs 32"),
-    "unknown ggml type": (file({}, [tensor("a", (8,), 12345)], 64), "type 12345"),
-    "removed ggml type": (file({}, [tensor("a", (32,), 4)], 64), "type 4"),
+    "name of two lines": (file({}, [tensor("a\nb", (8,))], 64), r"name is 'a\nb'"),
+    "name that clears a terminal": (file({}, [tensor("a\x1b[2J", (8,))], 64), r"name is 'a\x1b[2J'"),
+    "key of two lines": (file({"a\nb": scalar(U8, 1)}), r"key is 'a\nb'"),
+    "long name": (file({}, [tensor("a" * 5000, (8,), num_dims=0)], 64), "name of 5000 bytes"),
+    "long key": (file({"a" * 5000: struct.pack("<I", 99)}), "key of 5000 bytes"),
     "name of 2^40 bytes": (file({}, [struct.pack("<Q", HUGE) + bytes(40)], 64), f"of {HUGE} bytes"),
 }
 
@@ -199,6 +203,14 @@ def test_a_hostile_file_is_refused_in_one_sentence_and_little_memory(tmp_path, c
         tracemalloc.stop()
     assert_one_sentence(str(error.value))
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [4, 42, 12345])
+def test_a_type_of_ggmls_that_is_not_known_is_no_damage(tmp_path, kind):
+    """One that was given up, one that is newer than the gguf package, and one that there may be."""
+    with pytest.raises(UnsupportedModelError, match=f"'a' in .* type {kind}, ") as error:
+        scanned(tmp_path, file({}, [tensor("a", (32,), kind)], 64))
+    assert_one_sentence(str(error.value))
 
 
 @pytest.mark.parametrize("kind, count, named", [(U8, MAX_ELEMENTS + 1, "elements"), (STRING, 1, "the most that one may have")])
@@ -257,7 +269,7 @@ def test_any_bytes_are_a_header_that_holds_or_one_sentence(tmp_path, content):
     tracemalloc.start()
     try:
         found = scan(path)
-    except CheckpointError as error:
+    except (CheckpointError, UnsupportedModelError) as error:
         assert_one_sentence(str(error))
     else:
         places = sorted((info.start, info.start + info.num_bytes) for info in found.tensors.values())
