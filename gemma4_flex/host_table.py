@@ -33,7 +33,7 @@ def host_rows(table: Tensor, ids: Tensor) -> Tensor:
 
 @host_rows.register_fake
 def _(table: Tensor, ids: Tensor) -> Tensor:
-    return table.new_empty((len(ids), *table.shape[1:]), device=ids.device)
+    return table.new_empty((ids.shape[0], *table.shape[1:]), device=ids.device)      # len would fix the size of a compiled region
 
 
 @functools.cache

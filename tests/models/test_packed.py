@@ -53,9 +53,9 @@ def test_uncompiled_steps_over_packed_weights_are_hugging_faces(twins, how):
     check_against_hf(make_engine(twins[0], **how), twins[1])
 
 
-def test_compiled_and_captured_steps_over_packed_weights_are_hugging_faces(twins):
+def test_compiled_and_captured_steps_over_packed_weights_and_a_table_in_host_memory_are_hugging_faces(twins):
     packed, dense = twins
-    engine = make_engine(packed, compile=True, capture_cudagraph=True, max_batch_size=2, max_seq_length=64, n_pages=33)
+    engine = make_engine(packed, compile=True, capture_cudagraph=True, max_batch_size=2, max_seq_length=64, n_pages=33, ple="host")
     check_against_hf(engine, dense)
     assert engine.stats.steps_eager == 0
 
