@@ -118,15 +118,15 @@ def _twelve_bytes(pairs: Tensor) -> Tensor:
 
 # ---- values: a block's have as many dimensions as its fields need to broadcast ------------------------------------------
 
-def _shifted(quants: Tensor, *, bits: int, count: int) -> Tensor:
-    """Each number's `count` fields of `bits` bits, the lowest first, a dimension before the last: [..., n] to [..., count, n]."""
-    places = torch.arange(0, bits * count, bits, dtype=quants.dtype, device=quants.device)
-    return quants.unsqueeze(-2) >> places.unsqueeze(-1) & (1 << bits) - 1
+def _shifted(quants: Tensor, *, bits: int, count: int, step: int | None = None) -> Tensor:
+    """`bits` bits of each number at `count` places, a step apart, a dimension before the last: [..., n] to [..., count, n]. Places
+    are plain numbers: a shift by a tensor cannot be traced where the number of rows is a symbol."""
+    return torch.stack([quants >> n * (step or bits) & (1 << bits) - 1 for n in range(count)], -2)
 
 
 def _q5(high: Tensor, quants: Tensor) -> Tensor:
     """Quants of one bit and four: [...] and [..., 16] to [..., 2, 16]."""
-    bits = high.unsqueeze(-1) >> torch.arange(32, dtype=high.dtype, device=high.device) & 1
+    bits = torch.stack([high >> n & 1 for n in range(32)], -1)
     return _shifted(quants, bits=4, count=2) | bits.unflatten(-1, (2, 16)) << 4
 
 

@@ -175,8 +175,8 @@ def _from_plane(plane: Tensor, bits: int) -> Tensor:
     """uint8 [..., bytes] to [..., 8 bytes / bits]."""
     if bits == 8:
         return plane
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=plane.device).unsqueeze(-1)
-    return (plane.unsqueeze(-2) >> shifts & (1 << bits) - 1).flatten(-2)
+    # by plain numbers: a shift by a tensor cannot be traced where the number of rows is a symbol
+    return torch.cat([plane >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1)
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gemma4_flex.bench import deterministic_page, formats_page, growth_page, grpo_report, recipes_page
+from gemma4_flex.bench import deterministic_page, growth_page, grpo_report, recipes_page
 from gemma4_flex.bench.table import Table, spread
 from gemma4_flex.kernel_options import TABLE
 
@@ -112,13 +112,6 @@ def tell_deterministic(results: Results, link: Link) -> str:
         f"{model(r)}, {r['dtype']}, {'captured' if r['captured'] else 'eager'}, {'compiled' if r['compiled'] else 'not compiled'}, "
         f"batch {r['max_batch_size']}, on {machine(r)} ({source(name, link)}).\n\n{deterministic_page.told(r, Table.markdown)}"
         for name, r in results.items())
-
-
-def tell_formats(results: Results, link: Link) -> str:
-    def how(r: dict) -> str:
-        return f"{'captured' if r['captured'] else 'eager'}, {'compiled' if r['compiled'] else 'not compiled'}"
-    return "\n\n".join(f"{model(r)}, {how(r)}, {r['rounds']} rounds in turn, on {machine(r)} ({source(name, link)}).\n\n"
-                       f"{formats_page.told(r, Table.markdown)}" for name, r in results.items())
 
 
 def tell_recipes(results: Results, link: Link) -> str:
@@ -278,7 +271,6 @@ KINDS: dict[str, Kind] = {
     "timed-kernels": Kind("device_*.json", tell_timed_kernels),
     "growth": Kind("growth_*.json", tell_growth, growth_page.plot),
     "deterministic": Kind("deterministic_*.json", tell_deterministic),
-    "formats": Kind("formats_*.json", tell_formats),
     "recipes": Kind("recipes_*.json", tell_recipes, recipes_page.plot),
     "lora": Kind("bench_lora_*.json", tell_lora),
     "synthetic": Kind("synthetic_*.json", tell_inference),
