@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from gemma4_flex.bench.measure import summarize
-from gemma4_flex.bench.recipes import Candidate
+from gemma4_flex.bench.recipes import Candidate, candidates
 from gemma4_flex.bench.report import ELEMENT_BYTES
 from gemma4_flex.bench.roofline import copy_bandwidth, decode_floor, matmul_rate
 from gemma4_flex.bench.workload import random_prompts
@@ -31,22 +31,20 @@ class Side:
     ple: str = "device"
 
 
-SIDES = (Side("bf16"), Side("bf16, PLE table in host memory", ple="host"), Side("GGUF Q8_0", Candidate("", gguf_type="Q8_0")),
-         Side("GGUF Q4_0", Candidate("", gguf_type="Q4_0")), Side("MLX 4bit", Candidate("", recipe="4bit")))
+SIDES = (Side("bf16"), Side("bf16, PLE table in host memory", ple="host"),
+         *(Side(c.name, c) for c in candidates(["Q8_0", "Q4_0"], ["4bit"], [])))
 
 
 def engines_of(name: str, base: LoadedModel, config: EngineConfig, folder: Path, seed: int) -> dict[str, FlexEngine]:
     """An engine a side; `base` is the model of `name` in bf16, and files go to `folder`."""
     made = {}
     for number, side in enumerate(SIDES):
-        model = base.model
+        model, source = base.model, name
         if side.candidate is not None:
             (place := folder / str(number)).mkdir()
-            name_of_side = str(side.candidate.write(place, base))
-        else:
-            name_of_side = name
+            source = str(side.candidate.write(place, base))
         if side.candidate is not None or side.ple != "device":
-            model = load_text_model(name_of_side, dtype=torch.bfloat16, device=config.device, seed=seed, ple=side.ple).model
+            model = load_text_model(source, dtype=torch.bfloat16, device=config.device, seed=seed, ple=side.ple).model
         made[side.name] = FlexEngine(model, base.tokenizer, replace(config, ple=side.ple))
     return made
 

@@ -53,8 +53,7 @@ def setup_of(args: argparse.Namespace, config: EngineConfig, name: str) -> Setup
     from gemma4_flex.checkpoints import format_of
     kept = "nf4" if args.load_in_4bit else "decoded" if args.gguf_weights == "dequantize" else "stored"
     device = config.resolved("cuda" if torch.cuda.is_available() else "cpu").device
-    setup = Setup("bitsandbytes" if args.model_name_4bit else format_of(name), kept, device, config.capture_cudagraph,
-                               lora="none")
+    setup = Setup("bitsandbytes" if args.model_name_4bit else format_of(name), kept, device, config.capture_cudagraph, lora="none")
     if not args.lora_adapter:
         return setup
     unmerged = args.no_merge_lora or (setup.is_nf4 and args.lora_4bit != "requantize")

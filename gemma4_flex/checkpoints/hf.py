@@ -66,13 +66,18 @@ def load_directory(path: Path, *, dtype: torch.dtype, device: str, ple: str = "d
     if geometry.tied_head and "lm_head.weight" in where:
         check_tied_copy(model, where["lm_head.weight"])
 
+    return with_tokenizer(path, config, model, geometry, source or str(path), skipped)
+
+
+def with_tokenizer(path: Path, config: dict[str, Any], model: Any, geometry: ModelGeometry, source: str,
+                   skipped: dict[str, int]) -> LoadedModel:
+    """A filled model of the directory `path` with the tokenizer, the generation config and all the stop ids found there."""
     tokenizer = load_tokenizer(path)
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     stops = token_ids(model.config.eos_token_id) | token_ids(config.get("eos_token_id"))
     stops |= token_ids(generation.get("eos_token_id")) | tokenizer_stop_ids(tokenizer)
     attach_generation_config(model, generation, stops)
-    return LoadedModel(model=model, tokenizer=tokenizer, geometry=geometry, source=source or str(path), stop_ids=stops,
-                       skipped=skipped)
+    return LoadedModel(model=model, tokenizer=tokenizer, geometry=geometry, source=source, stop_ids=stops, skipped=skipped)
 
 
 def plan_tensors(

@@ -17,22 +17,13 @@ import torch
 from torch import nn
 
 from gemma4_flex.checkpoints.files import INDEX, locate, open_tensors, read_json
-from gemma4_flex.checkpoints.hf import (
-    attach_generation_config,
-    check_tensors,
-    check_tied_copy,
-    fill,
-    load_tokenizer,
-    plan_tensors,
-    tokenizer_stop_ids,
-)
+from gemma4_flex.checkpoints.hf import check_tensors, check_tied_copy, fill, plan_tensors, with_tokenizer
 from gemma4_flex.checkpoints.skeleton import (
     CheckpointError,
     LoadedModel,
     materialize,
     meta_text_model,
     place,
-    token_ids,
     weights_of,
 )
 from gemma4_flex.geometry import ModelGeometry
@@ -100,13 +91,7 @@ def load_mlx(path: Path, *, dtype: torch.dtype, device: str, ple: str = "device"
     if geometry.tied_head and held.get("lm_head.weight", ("",))[0] == "lm_head.weight":
         check_tied_copy(model, files["lm_head.weight"])
 
-    tokenizer = load_tokenizer(path)
-    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
-    stops = token_ids(model.config.eos_token_id) | token_ids(config.get("eos_token_id"))
-    stops |= token_ids(generation.get("eos_token_id")) | tokenizer_stop_ids(tokenizer)
-    attach_generation_config(model, generation, stops)
-    return LoadedModel(model=model, tokenizer=tokenizer, geometry=geometry, source=source or str(path), stop_ids=stops,
-                       skipped=skipped)
+    return with_tokenizer(path, config, model, geometry, source or str(path), skipped)
 
 
 def canonical(name: str) -> str:
